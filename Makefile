@@ -1,0 +1,103 @@
+# Every target with a '##' comment is listed by `make`.
+.DEFAULT_GOAL := help
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+VENV := .venv
+GEN := .venv-gen
+PY := $(VENV)/bin/python
+BIN := $(VENV)/bin
+# Two quiet flags: the closing word is pip's errors, not its progress.
+PIP_FLAGS := --quiet --quiet --disable-pip-version-check --no-input
+ARGS ?=
+# Test processes side by side; each integration test starts real servers, so more than the cores is slower.
+TEST_PROCESSES ?= 2
+
+.PHONY: help setup up test test-unit check format lint types contracts proto-lint fresh tidy \
+	generate bench lock clean
+
+help: ## List the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' \
+		| awk -F '\t' '{ printf "  %-12s %s\n", $$1, $$2 }'
+
+# ---------------------------------------------------------------- environment
+
+setup: $(VENV)/stamp ## Create .venv with every pinned dependency and the project itself.
+
+$(VENV)/stamp: requirements.lock pyproject.toml
+	@python="$$(tools/find-python.sh)"; \
+	test -x $(PY) || "$$python" -m venv $(VENV)
+	@if ! cmp -s requirements.lock $(VENV)/requirements.lock; then \
+		echo "setup: installing the pinned dependencies (about a minute or two)"; \
+		$(BIN)/pip install $(PIP_FLAGS) --require-hashes -r requirements.lock; \
+		cp requirements.lock $(VENV)/requirements.lock; \
+	fi
+	@$(BIN)/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	@touch $@
+	@echo "setup: ready, try '$(BIN)/readyplane --help'"
+
+$(GEN)/stamp: requirements-gen.lock
+	@python="$$(tools/find-python.sh)"; \
+	test -x $(GEN)/bin/python || "$$python" -m venv $(GEN)
+	@$(GEN)/bin/pip install $(PIP_FLAGS) --require-hashes -r requirements-gen.lock
+	@touch $@
+
+# ------------------------------------------------------------------------ use
+
+up: setup ## Start the whole system on this machine (ARGS="..." are passed on).
+	$(BIN)/readyplane up $(ARGS)
+
+bench: setup ## Run the benchmarks (ARGS="..." are passed on).
+	$(PY) -m bench.main $(ARGS)
+
+# ---------------------------------------------------------------------- tests
+
+# The quick layers run side by side, then the ones that start real processes one after the other,
+# so that they do not take each other's processor time.
+test: setup ## Run every test: unit, contract, simulation, tidy, then integration.
+	@tools/run-tests.sh $(TEST_PROCESSES) $(ARGS)
+
+test-unit: setup ## Run the tests of the pure brains only.
+	$(BIN)/pytest tests/unit $(ARGS)
+
+# --------------------------------------------------------------------- checks
+
+check: setup $(GEN)/stamp ## Run every static check: format, lint, types, contracts, protos, tidy.
+	@$(MAKE) --no-print-directory format-check lint types contracts proto-lint tidy
+	@echo "check: all passed"
+
+format: setup ## Rewrite the Python files in the project's format.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix-only --quiet .
+
+.PHONY: format-check
+format-check:
+	$(BIN)/ruff format --check .
+
+lint:
+	$(BIN)/ruff check .
+
+types:
+	$(BIN)/mypy
+
+contracts:
+	$(BIN)/lint-imports
+
+proto-lint:
+	@if [ -d proto/readyplane ]; then $(BIN)/buf lint && echo "buf lint: passed"; fi
+
+# The lock against pyproject, fresh generated code, pure modules, clocks, names, sizes, texts.
+tidy: $(GEN)/stamp
+	$(BIN)/pytest -q tests/tidy
+
+# ----------------------------------------------------------------- generating
+
+generate: $(GEN)/stamp ## Generate readyplane/v1 from proto/.
+	@tools/generate.sh
+
+lock: ## Renew requirements.lock and requirements-gen.lock (needs uv on PATH).
+	@tools/lock.sh
+
+clean: ## Remove the environments, the caches and what was built.
+	rm -rf $(VENV) $(GEN) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

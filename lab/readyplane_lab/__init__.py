@@ -1,0 +1,1 @@
+"""The lab: where all of it runs on one machine."""

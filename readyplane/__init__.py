@@ -1,0 +1,1 @@
+"""Readyplane: the parts every service, worker and user knows."""

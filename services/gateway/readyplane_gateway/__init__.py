@@ -1,0 +1,1 @@
+"""The gateway: turns a pair into a served request."""

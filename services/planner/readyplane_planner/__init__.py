@@ -1,0 +1,1 @@
+"""The planner: what should be, and why."""

@@ -1,0 +1,1 @@
+"""The registry: what is immutable, and who holds the bytes now."""

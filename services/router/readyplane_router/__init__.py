@@ -1,0 +1,1 @@
+"""The router: what is alive, and which pair serves a request."""
