@@ -1,0 +1,238 @@
+"""What a worker class can do: prefill and iteration times, KV capacity, link classes (R20.1).
+
+A profile is made of measured points; between them prefill time is interpolated, beyond them it is
+extrapolated with the last slope. Iteration time is a non-negative least-squares fit
+`a + b * sequences + c * kv_tokens` of the measured points, because the published grids are small
+and not monotone; `fit_error` says how well that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from readyplane.core.errors import InvalidField
+from readyplane.core.identity import digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClass:
+    """A class of link between two workers.
+
+    Attributes:
+        name: for example `rdma-400g`.
+        bandwidth_bytes_per_s: one transfer alone. setup_s: latency before the first byte.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float
+    setup_s: float
+
+    def transfer_s(self, size_bytes: float, *, sharers: int = 1) -> float:
+        """Seconds to move `size_bytes` when `sharers` transfers share the link."""
+        return self.setup_s + size_bytes * max(1, sharers) / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True)
+class ClassProfile:
+    """Measured service times of one worker class.
+
+    Attributes:
+        name: profile name. source: where the figures come from.
+        worker_class: class it describes. gpus: GPUs of one worker. price_per_gpu_hour: cost unit.
+        prefill_points: (uncached prompt tokens, milliseconds), ascending, at least two.
+        decode_points: (sequences, KV tokens resident, milliseconds an iteration).
+        kv_capacity_tokens: KV tokens one worker holds.
+        kv_bytes_per_token: bytes handed over per token.
+        max_batch_tokens: tokens of one prefill chunk. max_num_seqs: sequences at once.
+        slow_factor: every time above is multiplied by it (1 = as measured); a demo states it.
+    """
+
+    name: str
+    source: str
+    worker_class: str
+    gpus: int
+    price_per_gpu_hour: float
+    prefill_points: tuple[tuple[float, float], ...]
+    decode_points: tuple[tuple[float, float, float], ...]
+    kv_capacity_tokens: int
+    kv_bytes_per_token: int
+    max_batch_tokens: int = 8192
+    max_num_seqs: int = 256
+    slow_factor: float = 1.0
+
+    @classmethod
+    def from_document(cls, doc: Mapping[str, object]) -> ClassProfile:
+        """Build from a JSON document with these attribute names.
+
+        Raises:
+            InvalidField: a missing, unknown, non-finite or non-positive field.
+        """
+        return _read_profile(cls, doc)
+
+    def document(self) -> dict[str, object]:
+        """JSON document with the attribute names."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "worker_class": self.worker_class,
+            "gpus": self.gpus,
+            "price_per_gpu_hour": self.price_per_gpu_hour,
+            "prefill_points": [list(p) for p in self.prefill_points],
+            "decode_points": [list(p) for p in self.decode_points],
+            "kv_capacity_tokens": self.kv_capacity_tokens,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "max_batch_tokens": self.max_batch_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "slow_factor": self.slow_factor,
+        }
+
+    @property
+    def digest(self) -> str:
+        """Identity of the profile's content."""
+        return digest_of(self.document())
+
+    @cached_property
+    def _prefill(self) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+        x = np.array([p[0] for p in self.prefill_points])
+        y = np.array([p[1] for p in self.prefill_points]) * (self.slow_factor / 1000.0)
+        y = np.maximum.accumulate(y)
+        slope = float((y[-1] - y[0]) / (x[-1] - x[0]))
+        tail = float((y[-1] - y[-2]) / (x[-1] - x[-2]))
+        return x, y, max(slope, tail)
+
+    @cached_property
+    def _decode(self) -> tuple[float, float, float]:
+        points = np.array(self.decode_points)
+        design = np.column_stack([np.ones(len(points)), points[:, 0], points[:, 1]])
+        scale = design.max(axis=0)
+        fitted, _ = nnls(design / scale, points[:, 2])
+        a, b, c = (fitted / scale) * (self.slow_factor / 1000.0)
+        return float(a), float(b), float(c)
+
+    @cached_property
+    def fit_error(self) -> float:
+        """Median relative error of the iteration fit over the measured points, a fraction."""
+        a, b, c = self._decode
+        points = np.array(self.decode_points)
+        got = a + b * points[:, 0] + c * points[:, 1]
+        want = points[:, 2] * (self.slow_factor / 1000.0)
+        return float(np.median(np.abs(got - want) / want))
+
+    def prefill_s(self, tokens: float, cached: float = 0.0) -> float:
+        """Seconds to prefill `tokens` uncached prompt tokens after `cached` tokens already held.
+
+        A cached prefix costs no projection work but later tokens attend to it; the difference of
+        the measured curve at (cached + tokens) and at cached carries that attention cost. It is
+        never less than the curve at `tokens` alone.
+        """
+        if tokens <= 0:
+            return 0.0
+        alone = self._prefill_at(tokens)
+        if cached <= 0:
+            return alone
+        return max(alone, self._prefill_at(tokens + cached) - self._prefill_at(cached))
+
+    def _prefill_at(self, tokens: float) -> float:
+        x, y, tail = self._prefill
+        if tokens > x[-1]:
+            return float(y[-1] + tail * (tokens - x[-1]))
+        return float(np.interp(tokens, x, y))
+
+    def iteration_s(self, sequences: float, kv_tokens: float) -> float:
+        """Seconds of one decode iteration with `sequences` running over `kv_tokens` KV tokens."""
+        a, b, c = self._decode
+        return a + b * sequences + c * kv_tokens
+
+    def decode_coefficients_s(self) -> tuple[float, float, float]:
+        """(a, b, c) of `iteration_s`, in seconds: base, per sequence, per KV token."""
+        return self._decode
+
+    def prefill_tokens_per_s(self, isl: float) -> float:
+        """Prefill rate of one worker for prompts of `isl` uncached tokens, one after another."""
+        tokens = max(1.0, isl)
+        return tokens / self.prefill_s(tokens)
+
+    def decode_sequences(self, *, tpot_s: float, context: float) -> float:
+        """Most sequences of `context` KV tokens each whose iteration stays within `tpot_s`.
+
+        Bounded by KV capacity and `max_num_seqs`; 0 when even one does not fit.
+        """
+        a, b, c = self._decode
+        by_time = (tpot_s - a) / (b + c * context) if b + c * context > 0 else float("inf")
+        by_memory = self.kv_capacity_tokens / max(1.0, context)
+        return max(0.0, min(by_time, by_memory, float(self.max_num_seqs)))
+
+    def decode_tokens_per_s(self, *, tpot_s: float, context: float) -> float:
+        """Decode rate of one worker at the largest batch that keeps `tpot_s`."""
+        sequences = self.decode_sequences(tpot_s=tpot_s, context=context)
+        if sequences <= 0:
+            return 0.0
+        return sequences / self.iteration_s(sequences, sequences * context)
+
+
+_NUMBERS = (
+    "gpus",
+    "price_per_gpu_hour",
+    "kv_capacity_tokens",
+    "kv_bytes_per_token",
+    "max_batch_tokens",
+    "max_num_seqs",
+    "slow_factor",
+)
+_WHOLE = frozenset(_NUMBERS) - {"price_per_gpu_hour", "slow_factor"}
+
+
+def _read_profile(cls: type[ClassProfile], doc: Mapping[str, object]) -> ClassProfile:
+    known = set(cls.__dataclass_fields__)
+    for name in doc:
+        if name not in known:
+            raise InvalidField(f"profile.{name}", doc[name], "remove the unknown field")
+    values = _scalars(doc)
+    for name, width in (("prefill_points", 2), ("decode_points", 3)):
+        rows = doc.get(name)
+        if not isinstance(rows, list | tuple) or len(rows) < 2:
+            raise InvalidField(f"profile.{name}", rows, "list at least two measured points")
+        values[name] = tuple(
+            tuple(_positive(v, f"profile.{name}[{i}]") for v in _row(r, width, f"{name}[{i}]"))
+            for i, r in enumerate(rows)
+        )
+    points: tuple[tuple[float, float], ...] = values["prefill_points"]  # type: ignore[assignment]
+    if any(b[0] <= a[0] for a, b in pairwise(points)):
+        raise InvalidField("profile.prefill_points", "order", "sort by ascending token count")
+    return cls(**values)  # type: ignore[arg-type]
+
+
+def _scalars(doc: Mapping[str, object]) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for name in ("name", "source", "worker_class"):
+        text = doc.get(name)
+        if not isinstance(text, str) or not text:
+            raise InvalidField(f"profile.{name}", text, "use a non-empty text")
+        values[name] = text
+    for name in _NUMBERS:
+        if name not in doc and name in ("max_batch_tokens", "max_num_seqs", "slow_factor"):
+            continue
+        number = _positive(doc.get(name), f"profile.{name}")
+        values[name] = int(number) if name in _WHOLE else number
+    return values
+
+
+def _row(row: object, width: int, where: str) -> list[object]:
+    if not isinstance(row, list | tuple) or len(row) != width:
+        raise InvalidField(f"profile.{where}", row, f"give {width} numbers")
+    return list(row)
+
+
+def _positive(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidField(where, value, "use a number")
+    if not np.isfinite(value) or value <= 0:
+        raise InvalidField(where, value, "use a finite number above 0")
+    return float(value)

@@ -1,0 +1,213 @@
+"""What is asked: one request's shape, block hashes of its prompt, and joint ISL/OSL knowledge.
+
+Token work, never request counts, is the unit of demand (R4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from readyplane.core.errors import InvalidField
+
+HASH_SEED = 1337
+OSL_EDGES: tuple[int, ...] = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+ISL_EDGES: tuple[int, ...] = (0, 128, 512, 1024, 2048, 4096, 8192, 32768)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Latency targets of a request class: seconds to the first token, seconds per later token."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """What the router must know of a request to pair it.
+
+    Attributes:
+        request_id: unique id, given by the gateway. model: model name.
+        token_ids: prompt as packed little-endian uint32 (4 bytes a token); may be empty when
+            `block_hashes` are given.
+        block_hashes: sequence hashes of the full prompt blocks for `block_size`.
+        isl: prompt tokens. max_tokens: output bound, None when the client gave none.
+        priority: larger is more important. tenant: fairness key.
+        slo: overrides the policy's targets when given.
+        lora, cache_salt: part of the block hash.
+    """
+
+    request_id: str
+    model: str
+    isl: int
+    token_ids: bytes = b""
+    block_hashes: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    slo: Slo | None = None
+    lora: str = ""
+    cache_salt: str = ""
+
+
+class EventKind(StrEnum):
+    """What happened to a reserved request."""
+
+    PREFILL_DONE = "prefill_done"
+    FIRST_TOKEN = "first_token"  # noqa: S105 - not a password
+    PROGRESS = "progress"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    LEG_FAILED = "leg_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """A fact about a reserved request, told by the gateway (batched).
+
+    Attributes:
+        reservation_id: from the pair. kind: what happened.
+        ttft_s: arrival at the gateway to first token. tpot_s: mean time per later token.
+        output_tokens: tokens emitted so far. cached_tokens: prefix tokens P did not compute.
+        failed_worker_id: for LEG_FAILED. attained: both SLOs met, for FINISHED.
+        detail: error text for ABORTED and LEG_FAILED.
+    """
+
+    reservation_id: str
+    kind: EventKind
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    failed_worker_id: str = ""
+    attained: bool | None = None
+    detail: str = ""
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as packed little-endian uint32.
+
+    Raises:
+        InvalidField: an id below 0 or above 2**32 - 1.
+    """
+    try:
+        return np.asarray(token_ids, dtype=np.dtype("<u4")).tobytes()
+    except (OverflowError, ValueError, TypeError) as error:
+        raise InvalidField(
+            "prompt", str(token_ids)[:60], "use token ids from 0 to 4294967295"
+        ) from error
+
+
+def hash_seed(*, lora: str = "", cache_salt: str = "") -> int:
+    """Seed of the block hash: adapters and tenants never share a key (field report B96)."""
+    seed = HASH_SEED
+    if lora:
+        seed += xxhash.xxh3_64_intdigest(lora.encode())
+    if cache_salt:
+        seed += xxhash.xxh3_64_intdigest(cache_salt.encode(), seed=1)
+    return seed & 0xFFFFFFFFFFFFFFFF
+
+
+def sequence_hashes(
+    token_ids: bytes, block_size: int, *, lora: str = "", cache_salt: str = ""
+) -> tuple[int, ...]:
+    """Chained XXH3-64 hashes of the full blocks of a prompt (the scheme that Dynamo publishes).
+
+    Args:
+        token_ids: packed little-endian uint32. block_size: tokens a block.
+
+    Returns:
+        One unsigned 64-bit hash a full block; a partial tail is not hashed.
+    """
+    seed = hash_seed(lora=lora, cache_salt=cache_salt)
+    width = 4 * block_size
+    view = memoryview(token_ids)
+    digest = xxhash.xxh3_64_intdigest
+    out: list[int] = []
+    parent = b""
+    for start in range(0, len(view) - width + 1, width):
+        local = digest(view[start : start + width], seed=seed)
+        block = local.to_bytes(8, "little")
+        value = digest(parent + block, seed=HASH_SEED) if parent else local
+        out.append(value)
+        parent = value.to_bytes(8, "little")
+    return tuple(out)
+
+
+@dataclass(slots=True)
+class LengthStats:
+    """Joint ISL/OSL counts that age, and what they say about remaining output (R4.1).
+
+    Rows are ISL bins of `ISL_EDGES`, columns OSL bins of `OSL_EDGES`. Mutable on purpose: it is
+    a counter owned by one router; brains get `snapshot()`.
+    """
+
+    counts: NDArray[np.float64] = field(
+        default_factory=lambda: np.zeros((len(ISL_EDGES), len(OSL_EDGES)))
+    )
+
+    def add(self, isl: int, osl: int) -> None:
+        """Count one finished request."""
+        self.counts[_bin(ISL_EDGES, isl), _bin(OSL_EDGES, osl)] += 1.0
+
+    def age(self, factor: float) -> None:
+        """Multiply every count, so that old requests fade."""
+        self.counts *= factor
+
+    def snapshot(self) -> tuple[tuple[float, ...], ...]:
+        """The counts as plain tuples."""
+        return tuple(tuple(float(v) for v in row) for row in self.counts)
+
+
+def _bin(edges: Sequence[int], value: int) -> int:
+    return max(0, int(np.searchsorted(edges, value, side="right")) - 1)
+
+
+def expected_remaining(
+    counts: Sequence[Sequence[float]],
+    *,
+    isl: int,
+    emitted: int,
+    cap: int | None,
+    prior_mean: float = 256.0,
+    quantile: float | None = None,
+) -> float:
+    """Output tokens still to come, given those already emitted.
+
+    Args:
+        counts: joint ISL/OSL counts. isl: prompt tokens. emitted: output tokens so far.
+        cap: `max_tokens`, None when not known. prior_mean: used where nothing was seen.
+        quantile: None for the mean, else that quantile of the conditional distribution.
+
+    Returns:
+        At least 1 while the request runs; never above the cap. Unknown falls back to the prior,
+        conditional on the emitted tokens (memoryless), so a long answer is never predicted to be
+        over.
+    """
+    row = np.asarray(counts[_bin(ISL_EDGES, isl)], dtype=float)
+    if row.sum() < 20:
+        row = np.asarray(counts, dtype=float).sum(axis=0)
+    edges = np.array(OSL_EDGES, dtype=float)
+    upper = np.append(edges[1:], edges[-1] * 2)
+    middle = (edges + upper) / 2
+    alive = np.clip((upper - emitted) / np.maximum(upper - edges, 1.0), 0.0, 1.0)
+    weight = row * alive
+    total = float(weight.sum())
+    if total < 1.0:
+        value = prior_mean if quantile is None else prior_mean * -float(np.log1p(-quantile))
+    else:
+        left = np.maximum(np.maximum(middle, (emitted + upper) / 2) - emitted, 1.0)
+        if quantile is None:
+            value = float((weight * left).sum() / total)
+        else:
+            order = np.cumsum(weight) / total
+            value = float(left[int(np.searchsorted(order, quantile))])
+    if cap is not None:
+        value = min(value, float(cap - emitted))
+    return max(1.0, value)

@@ -1,0 +1,241 @@
+"""Workers, leases and the fleet: frozen, epoch-stamped values.
+
+Identity is content, incarnation is one process life, epoch is a fencing number; an address is none
+of these. A worker is one complete parallel group that serves as a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from readyplane.core.identity import KvFormat
+from readyplane.core.startup import Segment, StartMode, WeightTier
+
+
+class Role(StrEnum):
+    """The stage a worker serves. `BOTH` serves prefill and decode (no hand-over needed)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    def serves(self, stage: Role) -> bool:
+        """Whether a worker of this role can take the given stage."""
+        return self in (stage, Role.BOTH)
+
+
+class WorkerState(StrEnum):
+    """Where a worker is between order and release.
+
+    ORDERED (desired only) → PROVISIONED (agent runs, lease held) → READY (gate passed, routable) →
+    DRAINING (no new work) → GONE. STALLED: no progress although it has work; not routable.
+    """
+
+    ORDERED = "ordered"
+    PROVISIONED = "provisioned"
+    READY = "ready"
+    DRAINING = "draining"
+    STALLED = "stalled"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOffer:
+    """What an agent offers when it asks for a lease: who it is and what it will be.
+
+    Attributes:
+        worker_id: name given by whoever ordered it; unique among the living.
+        incarnation: id of this process life.
+        role, model, worker_class: what it will serve and on what.
+        generation: rollout generation of its group.
+        manifest_digest: artifact it was told to serve.
+        node: machine name, for placement.
+        scale_decision_id: the decision that ordered it (empty for a manual start).
+        ranks: number of ranks that must come up together.
+        agent_url: where the agent serves chunks and health, `http://host:port`.
+        ordered_ago_s: seconds since the order was given, where known, else None.
+        mode: start mode.
+        attached: an engine that was already running and was brought under control.
+    """
+
+    worker_id: str
+    incarnation: str
+    role: Role
+    model: str
+    worker_class: str
+    generation: int = 1
+    manifest_digest: str = ""
+    node: str = "local"
+    scale_decision_id: str = ""
+    ranks: int = 1
+    agent_url: str = ""
+    ordered_ago_s: float | None = None
+    mode: StartMode = StartMode.JIT
+    attached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A worker's right to be counted. TTL is chosen by the router, epoch fences predecessors."""
+
+    worker_id: str
+    incarnation: str
+    epoch: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartProgress:
+    """What a start has done so far, on the agent's monotonic clock.
+
+    Attributes:
+        segments: finished and running segments; `now_s` is the agent's clock when it was sent.
+        start_s: when the agent process began on that clock.
+        log_tail: end of the engine's log, for a start that hangs.
+        failure: why the start failed, empty while it has not.
+    """
+
+    start_s: float
+    now_s: float
+    segments: tuple[Segment, ...] = ()
+    log_tail: str = ""
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What the engine itself says about its load. None means not known, never zero.
+
+    Attributes:
+        running, waiting: sequences in the engine.
+        waiting_prefill_tokens: prompt tokens not yet computed, queued or running.
+        kv_used_blocks, kv_total_blocks: KV pool.
+        prefill_tokens_total, decode_tokens_total, cached_tokens_total: counters of this
+            incarnation.
+        preemptions_total: counter.
+        iterations_total: counter of engine steps: the sign of life.
+        lateness_p99_s: how late a modelled engine runs behind its model; None for a real one.
+        age_s: seconds since the engine was read, when the report was sent.
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    waiting_prefill_tokens: int | None = None
+    kv_used_blocks: int | None = None
+    kv_total_blocks: int | None = None
+    prefill_tokens_total: int | None = None
+    decode_tokens_total: int | None = None
+    cached_tokens_total: int | None = None
+    preemptions_total: int | None = None
+    iterations_total: int | None = None
+    lateness_p99_s: float | None = None
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check of the ready gate: passed or not, with the evidence that says so (R18.1)."""
+
+    name: str
+    passed: bool
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How a ready worker is reached and what it can hold; sent with the gate evidence.
+
+    Attributes:
+        engine_url: base URL of the engine's OpenAI-style API.
+        kv: KV format, compared before pairing.
+        kv_total_blocks, block_size: KV pool. max_model_len: tokens of prompt plus output.
+        profile: name of the registered class profile.
+        max_num_seqs: most sequences that the engine runs at once.
+        tokenizer_digest: identity of the tokenizer the engine loaded.
+        kv_side_channel: `host:port` of the KV connector, empty if none.
+        tier: where the weights came from. mode: how it was started.
+    """
+
+    engine_url: str
+    kv: KvFormat
+    kv_total_blocks: int
+    block_size: int
+    max_model_len: int
+    profile: str
+    max_num_seqs: int = 256
+    tokenizer_digest: str = ""
+    kv_side_channel: str = ""
+    tier: WeightTier = WeightTier.UNKNOWN
+    mode: StartMode = StartMode.JIT
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker as the router knows it.
+
+    Attributes:
+        offer: who it is. epoch: its fencing number. state: where it is.
+        serving: how to reach it; None until the gate admitted it.
+        progress: start-up so far. load: last engine report.
+        checks: verdicts of the gate. drain_reason: why it drains.
+        provisioned_s, ready_s, draining_s: router clock when it entered that state, else None.
+        renewed_s: router clock of the last renewal.
+        active: sequences the router assigned and has not seen finish.
+        promised_prefill_tokens, promised_kv_blocks: reserved by the router.
+    """
+
+    offer: WorkerOffer
+    epoch: int
+    state: WorkerState
+    serving: Serving | None = None
+    progress: StartProgress | None = None
+    load: LoadReport = LoadReport()
+    checks: tuple[CheckResult, ...] = ()
+    drain_reason: str = ""
+    provisioned_s: float | None = None
+    ready_s: float | None = None
+    draining_s: float | None = None
+    renewed_s: float = 0.0
+    active: int = 0
+    promised_prefill_tokens: int = 0
+    promised_kv_blocks: int = 0
+
+    @property
+    def worker_id(self) -> str:
+        """Name given by whoever ordered it."""
+        return self.offer.worker_id
+
+    @property
+    def role(self) -> Role:
+        """Stage it serves."""
+        return self.offer.role
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(worker id, incarnation): what samples are joined on."""
+        return self.offer.worker_id, self.offer.incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """A snapshot of all workers the router knows, stamped with a version that only grows.
+
+    Attributes:
+        version: grows with every change. workers: by worker id.
+        degraded: why the view may be old (for example, the lease store is away); empty if fresh.
+    """
+
+    version: int = 0
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    degraded: str = ""
+
+    def of(self, model: str, stage: Role, *states: WorkerState) -> Iterator[Worker]:
+        """Workers of a model that serve a stage, in the given states (any when none given)."""
+        for worker in self.workers.values():
+            wanted = not states or worker.state in states
+            if wanted and worker.offer.model == model and worker.role.serves(stage):
+                yield worker

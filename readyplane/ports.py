@@ -1,0 +1,485 @@
+"""The services as Protocols in core words: what a caller may rely on, whoever implements it.
+
+Implemented by each service's `service.py` (in process, for the simulator), by `readyplane.client`
+(over gRPC), and checked by one contract suite. Errors are those of `readyplane.core.errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from readyplane.core.identity import Manifest
+from readyplane.core.startup import StartMode, WeightTier
+from readyplane.core.work import RequestEvent, RequestShape
+from readyplane.core.worker import (
+    CheckResult,
+    Fleet,
+    Lease,
+    LoadReport,
+    Role,
+    Serving,
+    StartProgress,
+    Worker,
+    WorkerOffer,
+)
+
+# --------------------------------------------------------------------------- registry
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestSummary:
+    """A line about one manifest."""
+
+    digest: str
+    kind: str
+    model: str
+    size_bytes: int
+    file_count: int
+    tensor_count: int
+    created_s: float
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A mutable name and the digest it points at; `version` grows with every change."""
+
+    name: str
+    digest: str
+    version: int
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Who can give the bytes of an artifact: `{url}/{path}` serves ranges of every file."""
+
+    source_id: str
+    digest: str
+    tier: WeightTier
+    url: str
+    worker_id: str = ""
+    incarnation: str = ""
+    node: str = ""
+    bandwidth_bytes_per_s: float = 0.0
+    readers: int = 0
+    readers_max: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RankedSource:
+    """A source at its place in a plan, with the predicted seconds and why it stands there."""
+
+    source: Source
+    predicted_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """Sources best first; `excluded` says who was left out and why."""
+
+    sources: tuple[RankedSource, ...]
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A reader's place at a source, for `ttl_s` unless renewed."""
+
+    transfer_id: str
+    ttl_s: float
+
+
+class Registry(Protocol):
+    """What is immutable, and who holds the bytes now."""
+
+    async def publish_manifest(
+        self, document: Mapping[str, Any], *, bytes_elsewhere: bool = False
+    ) -> tuple[str, bool]:
+        """Store a manifest; returns (digest, created). Idempotent by content."""
+        ...
+
+    async def get_manifest(self, digest: str) -> Manifest:
+        """One manifest. Raises NotFound."""
+        ...
+
+    async def list_manifests(self, *, model: str = "", kind: str = "") -> list[ManifestSummary]:
+        """Newest first."""
+        ...
+
+    async def set_tag(
+        self, name: str, digest: str, *, expected_digest: str = "", force: bool = False
+    ) -> Tag:
+        """Compare-and-set. Raises Conflict when another digest is found, NotFound."""
+        ...
+
+    async def list_tags(self, name: str = "") -> list[Tag]:
+        """Current tags, or the history of one, newest first."""
+        ...
+
+    async def resolve(
+        self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
+    ) -> Manifest:
+        """By digest, tag or model name. Raises NotFound or IdentityMismatch naming the fields."""
+        ...
+
+    async def announce_source(self, source: Source) -> float:
+        """Announce or refresh; returns the ttl in seconds."""
+        ...
+
+    async def withdraw_source(self, source_id: str, *, reason: str = "") -> None:
+        """Take a source back at once."""
+        ...
+
+    async def plan_fetch(
+        self, digest: str, *, worker_id: str, incarnation: str, node: str
+    ) -> FetchPlan:
+        """Sources for one target, best first."""
+        ...
+
+    async def acquire_transfer(
+        self, source_id: str, digest: str, *, worker_id: str, incarnation: str, request_id: str
+    ) -> Transfer:
+        """Reserve a reader's place. Raises Overloaded when the source is full, NotFound."""
+        ...
+
+    async def release_transfer(
+        self, transfer_id: str, *, transferred_bytes: int, elapsed_s: float, failure: str = ""
+    ) -> bool:
+        """Give the place back; True when the source was quarantined for lying."""
+        ...
+
+
+# --------------------------------------------------------------------------- router
+
+
+@dataclass(frozen=True, slots=True)
+class Directive:
+    """What a worker must do now: drain, leave, replay_kv, stage_up, stop."""
+
+    kind: str
+    deadline_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvent:
+    """Blocks gained (`stored`), lost (`removed`), or all lost (`cleared`)."""
+
+    kind: str
+    block_hashes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventBatch:
+    """Events of one worker; `sequence` grows by one per batch and incarnation."""
+
+    sequence: int
+    events: tuple[KvEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """One message of a worker's session."""
+
+    worker_id: str
+    incarnation: str
+    epoch: int
+    progress: StartProgress | None = None
+    load: LoadReport | None = None
+    kv_events: tuple[KvEventBatch, ...] = ()
+    drained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RenewalAnswer:
+    """The lease as it now stands, and directives (repeated until done)."""
+
+    lease: Lease
+    directives: tuple[Directive, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """How far one rank is: scheduled, verified, connected, placed, canary_passed, failed."""
+
+    worker_id: str
+    incarnation: str
+    epoch: int
+    rank: int
+    step: str
+    manifest_digest: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    """forming, published (with its epoch) or failed; and which ranks and steps are awaited."""
+
+    state: str
+    group_epoch: int = 0
+    waiting_for: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GateVerdict:
+    """Admitted, or every reason why not."""
+
+    admitted: bool
+    reasons: tuple[str, ...] = ()
+    checks: tuple[CheckResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of a pair."""
+
+    worker_id: str
+    incarnation: str
+    epoch: int
+    engine_url: str
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A reserved pair with what was predicted for it.
+
+    Attributes:
+        local: both ends are one worker; no hand-over.
+        explanation: cost terms, alternatives, exclusions (only when asked for).
+    """
+
+    reservation_id: str
+    prefill: End
+    decode: End
+    local: bool
+    predicted_ttft_s: float
+    predicted_tpot_s: float
+    waited_s: float
+    ttl_s: float
+    explanation: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyWindow:
+    """Quantiles of the samples of a window; `count` 0 means that nothing is known."""
+
+    window_s: float = 0.0
+    count: int = 0
+    p50_s: float = 0.0
+    p90_s: float = 0.0
+    p99_s: float = 0.0
+    mean_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSignals:
+    """Counters of one model since the router began, and gauges now (see router.proto)."""
+
+    model: str
+    arrivals_total: int = 0
+    arrival_tokens_total: int = 0
+    arrival_uncached_tokens_total: int = 0
+    finished_total: int = 0
+    finished_prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    refused_total: int = 0
+    aborted_total: int = 0
+    attained_total: int = 0
+    repaired_total: int = 0
+    handovers_total: int = 0
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    prefilling_requests: int = 0
+    prefilling_tokens: int = 0
+    decoding_requests: int = 0
+    decoding_remaining_tokens: float = 0.0
+    decoding_kv_tokens: int = 0
+    ttft_actual: LatencyWindow = LatencyWindow()
+    ttft_predicted: LatencyWindow = LatencyWindow()
+    tpot_actual: LatencyWindow = LatencyWindow()
+    tpot_predicted: LatencyWindow = LatencyWindow()
+    length_counts: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSignals:
+    """What the router tells the planner. `incarnation` changes when its counters restart."""
+
+    incarnation: str
+    uptime_s: float
+    models: Mapping[str, ModelSignals] = field(default_factory=dict)
+    fleet: Fleet = field(default_factory=Fleet)
+
+
+class Router(Protocol):
+    """What is alive, and which pair serves a request."""
+
+    async def register(self, offer: WorkerOffer) -> Lease:
+        """Grant a lease; an older incarnation of the same worker id is fenced off."""
+        ...
+
+    async def renew(self, renewal: Renewal) -> RenewalAnswer:
+        """Renew. Raises LostLease or StaleEpoch."""
+        ...
+
+    async def report_rank(self, report: RankReport) -> GroupStatus:
+        """One rank's step towards the group barrier."""
+        ...
+
+    async def admit(
+        self,
+        worker_id: str,
+        incarnation: str,
+        epoch: int,
+        *,
+        serving: Serving,
+        checks: Sequence[CheckResult],
+    ) -> GateVerdict:
+        """Judge the gate evidence; admitted means routable from now on."""
+        ...
+
+    async def leave(self, worker_id: str, incarnation: str, epoch: int, *, reason: str) -> None:
+        """Give the lease up."""
+        ...
+
+    async def drain(
+        self,
+        worker_id: str,
+        *,
+        epoch: int = 0,
+        reason: str = "",
+        deadline_s: float = 300.0,
+        scale_decision_id: str = "",
+    ) -> Worker:
+        """No new assignment from now on."""
+        ...
+
+    async def list_workers(self, model: str = "") -> Fleet:
+        """The fleet now."""
+        ...
+
+    def watch(self, model: str = "") -> AsyncIterator[Fleet]:
+        """The fleet now and after every change."""
+        ...
+
+    async def route(
+        self,
+        shape: RequestShape,
+        *,
+        replaces: str = "",
+        avoid: Sequence[str] = (),
+        explain: bool = False,
+        dry_run: bool = False,
+    ) -> Pair:
+        """Pick and reserve a pair. Raises NoPair, NoCompatiblePair, Overloaded, PromptTooLong."""
+        ...
+
+    async def complete(self, events: Sequence[RequestEvent]) -> int:
+        """Tell facts; returns how many reservations were not known."""
+        ...
+
+    async def signals(self, model: str = "") -> RouterSignals:
+        """Demand, latency, queues and fleet."""
+        ...
+
+
+# --------------------------------------------------------------------------- planner
+
+
+class Planner(Protocol):
+    """What should be, and why. Documents are JSON objects described in the planner's README."""
+
+    async def state(self, model: str = "") -> dict[str, Any]:
+        """What a person watches."""
+        ...
+
+    def watch_state(self, model: str = "") -> AsyncIterator[dict[str, Any]]:
+        """The same after every tick."""
+        ...
+
+    async def list_decisions(
+        self, *, model: str = "", limit: int = 50, changes_only: bool = False
+    ) -> list[dict[str, Any]]:
+        """Newest first."""
+        ...
+
+    async def explain(self, decision_id: str) -> dict[str, Any]:
+        """One decision with what came of it. Raises NotFound."""
+        ...
+
+    async def get_policy(self, model: str = "") -> tuple[dict[str, Any], int]:
+        """Policy in force and its version."""
+        ...
+
+    async def set_policy(
+        self,
+        policy: Mapping[str, Any],
+        *,
+        model: str = "",
+        merge: bool = False,
+        expected_version: int = 0,
+    ) -> tuple[dict[str, Any], int]:
+        """Compare-and-set. Raises UnknownField, InvalidField, Conflict."""
+        ...
+
+    async def set_paused(self, paused: bool, *, model: str = "", reason: str = "") -> bool:
+        """Hold all targets, or let go."""
+        ...
+
+
+# --------------------------------------------------------------------------- actuator
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One worker to be started."""
+
+    worker_id: str
+    role: Role
+    model: str
+    worker_class: str
+    manifest_digest: str
+    generation: int = 1
+    mode: StartMode = StartMode.JIT
+    scale_decision_id: str = ""
+    node_preference: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One allocation: pending, running, exited or failed. Ages in seconds, None if not yet."""
+
+    order: Order
+    state: str
+    node: str = "local"
+    node_note: str = ""
+    pid: int = 0
+    allocated_ago_s: float = 0.0
+    running_ago_s: float | None = None
+    exited_ago_s: float | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    log_tail: str = ""
+
+
+class Actuator(Protocol):
+    """Starts and stops worker processes; knows nothing of load."""
+
+    async def provision(self, order: Order, *, leader_epoch: int = 0) -> Instance:
+        """Idempotent by worker_id. Raises Refused with reasons."""
+        ...
+
+    async def release(
+        self, worker_id: str, *, grace_s: float = 10.0, reason: str = "", leader_epoch: int = 0
+    ) -> Instance:
+        """Take the resources back. Idempotent. Raises NotFound."""
+        ...
+
+    async def list_instances(self) -> list[Instance]:
+        """Every instance, the recently ended ones too."""
+        ...

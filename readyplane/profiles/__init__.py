@@ -1,0 +1,1 @@
+"""Measured class profiles that ship with the product, as JSON with their sources."""
