@@ -63,7 +63,7 @@ test-unit: setup ## Run the tests of the pure brains only.
 # --------------------------------------------------------------------- checks
 
 check: setup $(GEN)/stamp ## Run every static check: format, lint, types, contracts, protos, tidy.
-	@$(MAKE) --no-print-directory format-check lint types contracts proto-lint tidy
+	@$(MAKE) --no-print-directory --keep-going format-check lint types contracts proto-lint tidy
 	@echo "check: all passed"
 
 format: setup ## Rewrite the Python files in the project's format.
