@@ -78,7 +78,7 @@ lint:
 	$(BIN)/ruff check .
 
 types:
-	$(BIN)/mypy
+	$(BIN)/mypy $(wildcard readyplane services lab tests bench)
 
 contracts:
 	$(BIN)/lint-imports
