@@ -1,0 +1,249 @@
+"""The engine port: what an agent may ask of an inference engine, in our words.
+
+Owns `EngineSpec` (what is started), the values that come back, and the Protocol that every
+adapter (`modelled`, `vllm`, `sglang`, attached) implements; one suite (`tests/engine/port_suite.py`,
+listed field by field in `docs/engine-port.md`) is run over all of them. Times are seconds on
+CLOCK_MONOTONIC of this machine, so that an agent can lay them beside its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from readyplane.core.errors import InvalidField
+from readyplane.core.identity import Manifest
+from readyplane.core.startup import Segment, StartMode
+from readyplane.core.worker import LoadReport, Role, Serving
+from readyplane.ports import KvEventBatch
+
+TENSOR_TABLE_SCHEMA = "readyplane/tensor-table/1"
+ARENA_ALIGN_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where one tensor lies in the arena: `[offset_bytes, offset_bytes + size_bytes)`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """Where files and tensors of an artifact lie in the arena file.
+
+    Attributes:
+        file_offsets: file path -> offset of its first byte. tensors: in manifest order.
+        size_bytes: length of the arena file.
+    """
+
+    file_offsets: Mapping[str, int]
+    tensors: tuple[TensorSlot, ...]
+    size_bytes: int
+
+
+def arena_layout(manifest: Manifest) -> ArenaLayout:
+    """The one layout that loader and engine agree on: weight files one after another.
+
+    Files of purpose `weights` in path order, each starting at a multiple of
+    `ARENA_ALIGN_BYTES`, byte for byte as published; a tensor lies at its file's offset plus its
+    own.
+    """
+    offsets: dict[str, int] = {}
+    end = 0
+    for entry in manifest.files:
+        if entry.purpose == "weights":
+            offsets[entry.path] = end
+            end += -(-entry.size_bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
+    slots = tuple(
+        TensorSlot(t.name, t.dtype, t.shape, offsets[t.file] + t.offset_bytes, t.size_bytes)
+        for t in manifest.tensors
+        if t.file in offsets
+    )
+    return ArenaLayout(offsets, slots, end)
+
+
+def tensor_table_document(layout: ArenaLayout, *, manifest_digest: str) -> dict[str, Any]:
+    """The JSON document that an adapter hands to its engine as `EngineSpec.tensor_table_path`."""
+    return {
+        "schema": TENSOR_TABLE_SCHEMA,
+        "manifest_digest": manifest_digest,
+        "arena_bytes": layout.size_bytes,
+        "tensors": [
+            [slot.name, slot.dtype, list(slot.shape), slot.offset_bytes, slot.size_bytes]
+            for slot in layout.tensors
+        ],
+    }
+
+
+def read_tensor_table(text: str | bytes) -> tuple[tuple[TensorSlot, ...], int]:
+    """Slots and arena size of a tensor table.
+
+    Raises:
+        InvalidField: not such a document, or a tensor outside the arena.
+    """
+    where = "tensor_table"
+    try:
+        doc = json.loads(text)
+        schema, size = doc["schema"], int(doc["arena_bytes"])
+        slots = tuple(
+            TensorSlot(str(n), str(d), tuple(int(v) for v in s), int(o), int(b))
+            for n, d, s, o, b in doc["tensors"]
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidField(where, repr(error), f"write a {TENSOR_TABLE_SCHEMA} document") from error
+    if schema != TENSOR_TABLE_SCHEMA:
+        raise InvalidField(f"{where}.schema", schema, f"write {TENSOR_TABLE_SCHEMA}")
+    for slot in slots:
+        if slot.offset_bytes < 0 or slot.offset_bytes + slot.size_bytes > size:
+            raise InvalidField(f"{where}.{slot.name}", slot.offset_bytes, f"stay within {size} B")
+    return slots, size
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything an engine needs to start.
+
+    Attributes:
+        engine_id: id of this engine life (the worker's incarnation); names it in KV hand-overs.
+        role: stage served. model: name that requests use. manifest_digest: weights to serve.
+        arena_path: shared-memory file that holds the verified weight files (`arena_layout`).
+        tensor_table_path: JSON of `tensor_table_document`.
+        config_path: JSON of `manifest.config` (`max_model_len`, `vocab_size`, `eos_token_id`,
+            `block_size`, `kv_dtype`, ...). tokenizer_path: the artifact's tokenizer file.
+        profile: path of a profile file, or the name of one in `readyplane.profiles`.
+        work_dir: folder for the engine's own files (startup file, sockets).
+        log_path: file that gets its stdout and stderr.
+        host, port: where it serves HTTP; port 0 lets it choose.
+        kv_side_channel_port, kv_events_port, kv_replay_port: 0 lets it choose.
+        mode: start mode (R13). compile_cache_dir: folder of its compile cache, None without.
+        kv_tokens: size of the KV pool, 0 for what the profile says.
+        extra_args: appended to its command line.
+        environment: added to its environment.
+    """
+
+    engine_id: str
+    role: Role
+    model: str
+    manifest_digest: str
+    arena_path: Path
+    tensor_table_path: Path
+    config_path: Path
+    tokenizer_path: Path | None
+    profile: str
+    work_dir: Path
+    log_path: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    kv_side_channel_port: int = 0
+    kv_events_port: int = 0
+    kv_replay_port: int = 0
+    mode: StartMode = StartMode.JIT
+    compile_cache_dir: Path | None = None
+    kv_tokens: int = 0
+    extra_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """A finished, unstreamed answer of the engine.
+
+    Attributes:
+        token_ids: output tokens. text: the same as text. finish_reason: `stop` or `length`.
+        prompt_tokens, cached_tokens: as the engine counted them.
+        kv_transfer_params: hand-over parameters of a prefill leg, verbatim; None without.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+class EnginePort(Protocol):
+    """One engine life. Errors: `Unavailable` (not reachable, died: the log's end is in the text),
+    `InvalidField` / `Unsupported` (the engine refused the request), all of `core.errors`.
+    """
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status once the process is gone (negative: signal), else None."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Process id, 0 before the start and for an attached engine."""
+        ...
+
+    async def start(self, spec: EngineSpec) -> None:
+        """Start the process; returns as soon as it exists. Raises Unavailable, InvalidField."""
+        ...
+
+    async def wait_ready(self, *, stall_s: float = 60.0, limit_s: float = 1800.0) -> None:
+        """Return when `/health` is 200.
+
+        Raises Unavailable when the process died, when nothing progressed (segment, log, CPU time)
+        for `stall_s`, or after `limit_s`.
+        """
+        ...
+
+    def startup_segments(self) -> tuple[Segment, ...]:
+        """Segments measured so far (running ones with `end_s` None), CLOCK_MONOTONIC seconds."""
+        ...
+
+    def serving(self) -> Serving:
+        """How it is reached and what it holds; only after `wait_ready`.
+
+        `tier` is left UNKNOWN: the agent knows where the weights came from.
+        """
+        ...
+
+    async def load_report(self) -> LoadReport:
+        """What the engine says about its load. Never raises for one bad read: unknown is None."""
+        ...
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        ignore_eos: bool = False,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        timeout_s: float = 30.0,
+    ) -> GenerateResult:
+        """One greedy answer, for canaries and probes."""
+        ...
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text as the engine's tokenizer sees it."""
+        ...
+
+    def kv_events(self) -> AsyncIterator[KvEventBatch]:
+        """Events of the prefix cache from now on, in our hash scheme, sequence gapless.
+
+        A gap is repaired by the engine's replay; where that fails a batch with one `cleared`
+        event comes first, so that nobody believes in blocks that may be gone.
+        """
+        ...
+
+    async def is_idle(self) -> bool:
+        """No sequence running or waiting, and no KV held for a reader. False when not known."""
+        ...
+
+    async def stop(self, *, grace_s: float = 5.0) -> None:
+        """SIGTERM, after `grace_s` SIGKILL to its whole session; returns when it is gone."""
+        ...
+
+    def log_tail(self, lines: int = 20) -> str:
+        """End of the engine's log."""
+        ...
