@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import digest_of
@@ -112,7 +111,7 @@ class ClassProfile:
         points = np.array(self.decode_points)
         design = np.column_stack([np.ones(len(points)), points[:, 0], points[:, 1]])
         scale = design.max(axis=0)
-        fitted, _ = nnls(design / scale, points[:, 2])
+        fitted = _non_negative_fit(design / scale, points[:, 2])
         a, b, c = (fitted / scale) * (self.slow_factor / 1000.0)
         return float(a), float(b), float(c)
 
@@ -175,6 +174,26 @@ class ClassProfile:
         if sequences <= 0:
             return 0.0
         return sequences / self.iteration_s(sequences, sequences * context)
+
+
+def _non_negative_fit(
+    design: NDArray[np.float64], target: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Least squares with coefficients of at least 0, exact by trying every set of columns.
+
+    Three columns make seven sets; this keeps scipy out of processes that must start fast.
+    """
+    columns = range(design.shape[1])
+    best, best_error = np.zeros(design.shape[1]), float("inf")
+    for size in range(1, design.shape[1] + 1):
+        for chosen in combinations(columns, size):
+            part = design[:, chosen]
+            found, *_ = np.linalg.lstsq(part, target, rcond=None)
+            error = float(((part @ found - target) ** 2).sum())
+            if (found >= 0).all() and error < best_error:
+                best, best_error = np.zeros(design.shape[1]), error
+                best[list(chosen)] = found
+    return best
 
 
 _NUMBERS = (

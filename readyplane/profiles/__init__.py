@@ -1,1 +1,62 @@
-"""Measured class profiles that ship with the product, as JSON with their sources."""
+"""Measured class profiles that ship with the product, as JSON with their sources.
+
+Owns finding a profile by name or file. A profile file is either a whole document
+(`readyplane.core.profile.ClassProfile`) or `{"extends": NAME, ...}` with the fields that differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from readyplane.core.errors import InvalidField, NotFound
+from readyplane.core.identity import parse
+from readyplane.core.profile import ClassProfile
+
+EXTENDS_MAX = 4
+
+
+def names() -> tuple[str, ...]:
+    """Names of the profiles that ship with the product."""
+    files = resources.files(__package__).iterdir()
+    return tuple(sorted(f.name.removesuffix(".json") for f in files if f.name.endswith(".json")))
+
+
+def load(name_or_path: str) -> ClassProfile:
+    """A profile by name, or from a file when the text ends in `.json` or holds a `/`.
+
+    Raises:
+        NotFound: no such name or file. InvalidField: a field is wrong.
+    """
+    return ClassProfile.from_document(_document(name_or_path, depth=0))
+
+
+def _document(name_or_path: str, *, depth: int) -> Mapping[str, object]:
+    if depth > EXTENDS_MAX:
+        raise InvalidField("profile.extends", name_or_path, f"nest at most {EXTENDS_MAX} deep")
+    text = _text(name_or_path)
+    doc = parse(text, where=f"profile {name_or_path}")
+    if not isinstance(doc, dict):
+        raise InvalidField("profile", name_or_path, "write a JSON object")
+    below = doc.pop("extends", None)
+    if below is None:
+        return doc
+    return {**_document(str(below), depth=depth + 1), **doc}
+
+
+def _text(name_or_path: str) -> str:
+    if name_or_path.endswith(".json") or "/" in name_or_path:
+        try:
+            return Path(name_or_path).read_text()
+        except OSError as error:
+            raise NotFound("profile", name_or_path, f"give a readable file ({error})") from error
+    if name_or_path not in names():
+        raise NotFound("profile", name_or_path, "use one of " + ", ".join(names()))
+    return (resources.files(__package__) / f"{name_or_path}.json").read_text()
+
+
+def dump(profile: ClassProfile) -> str:
+    """The profile as a JSON document that `load` reads back."""
+    return json.dumps(profile.document(), indent=1)
