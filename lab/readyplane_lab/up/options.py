@@ -1,0 +1,109 @@
+"""What `readyplane up` was asked to do, checked before anything is started."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from readyplane.core.errors import InvalidField
+from readyplane.core.identity import parse
+
+QUICK_POLICY = {
+    "tick_s": 1.0,
+    "min_ready_s": 4.0,
+    "up": {"cooldown_s": 2.0},
+    "down": {"cooldown_s": 3.0, "window_s": 3.0, "hold_s": 6.0},
+    "drain_deadline_s": 40.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """Arguments of `readyplane up`.
+
+    Attributes:
+        quick: the self-check of about a minute. load: drive traffic.
+        trace: a trace file, None for the built-in conversation workload.
+        speed: compresses time. duration_s: traffic ends then; None for until Ctrl-C or the end of
+            the trace. rate_rps: mean of the built-in workload. seed: of every draw.
+        data_dir: keeps data; None for a temporary folder. database_url, redis_url: given stores.
+        page_port, gateway_port: 0 for a free one. model_dir: publish this instead of making the
+            demo model. model_bytes: size of the demo model. workers_max: places for workers.
+        policy_file: YAML or JSON over the demo's policy. report_file: summary as JSON.
+        otlp_endpoint: where traces go; empty is off. log_level: of the services.
+    """
+
+    quick: bool = False
+    load: bool = True
+    trace: Path | None = None
+    speed: float = 1.0
+    duration_s: float | None = None
+    rate_rps: float = 5.5
+    seed: int = 1
+    data_dir: Path | None = None
+    database_url: str = ""
+    redis_url: str = ""
+    page_port: int = 0
+    gateway_port: int = 0
+    model_dir: Path | None = None
+    model_bytes: int = 300_000_000
+    workers_max: int = 12
+    policy_file: Path | None = None
+    report_file: Path | None = None
+    otlp_endpoint: str = ""
+    log_level: str = "info"
+    plain: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            InvalidField: names the option, its value and what to give instead.
+        """
+        for name in ("speed", "rate_rps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise InvalidField(f"--{name.removesuffix('_rps')}", value, "give a number above 0")
+        if self.duration_s is not None and not self.duration_s > 0:
+            raise InvalidField("--duration", self.duration_s, "give seconds above 0")
+        if not 8_000_000 <= self.model_bytes <= 4_000_000_000:
+            raise InvalidField("--model-mb", self.model_bytes / 1e6, "give 8 to 4000")
+        if not 2 <= self.workers_max <= 64:
+            raise InvalidField("--workers-max", self.workers_max, "give 2 to 64")
+        for name in ("page_port", "gateway_port"):
+            value = getattr(self, name)
+            if not 0 <= value <= 65535:
+                raise InvalidField(f"--{name.replace('_', '-')}", value, "give 0 to 65535")
+        if self.trace is not None and not self.load:
+            raise InvalidField("--trace", str(self.trace), "leave out --no-load to replay a trace")
+
+
+def merge(base: dict[str, object], over: dict[str, object]) -> dict[str, object]:
+    """`over` laid over `base`, objects merged key by key."""
+    out = dict(base)
+    for key, value in over.items():
+        below = out.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            out[key] = merge(below, value)
+        else:
+            out[key] = value
+    return out
+
+
+def read_policy(path: Path) -> dict[str, object]:
+    """A policy file: YAML, or strict JSON when it ends in `.json`.
+
+    Raises:
+        InvalidField: not readable, not an object.
+    """
+    import yaml
+
+    try:
+        text = path.read_text()
+        found = parse(text, where=str(path)) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, yaml.YAMLError) as error:
+        raise InvalidField("--policy", str(path), f"give a readable YAML file ({error})") from error
+    if not isinstance(found, dict):
+        raise InvalidField("--policy", str(path), "write an object of policy fields")
+    return found
