@@ -1,0 +1,264 @@
+"""`readyplane up`: the main job, end to end, on this machine.
+
+Owns the course of a run: start the stack, wait for a first pair, drive traffic, watch, stop, sum up.
+Exit codes: 0 well, 1 the run failed (or the self-check of `--quick` did), 2 bad arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import math
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from readyplane.core.errors import InvalidField, ReadyplaneError
+from readyplane.core.work import Slo
+from readyplane.kit.clock import Clock, SystemClock
+from readyplane_lab.up.observe import Observer, Seen, until_ready
+from readyplane_lab.up.options import UpOptions
+from readyplane_lab.up.pids import carriers
+from readyplane_lab.up.processes import write_atomically
+from readyplane_lab.up.stack import Stack, running_stack
+from readyplane_lab.up.summary import Ended, print_summary, report, verdict
+from readyplane_lab.up.terminal import Terminal
+from readyplane_lab.up.traffic import Tally, Traffic
+from readyplane_lab.workload.conversation import Wave, conversation
+from readyplane_lab.workload.request import WorkloadRequest
+from readyplane_lab.workload.trace import read_trace
+
+FIRST_PAIR_WITHIN_S = 120.0
+QUICK_TRAFFIC_S = 40.0
+QUICK_DRAIN_WITHIN_S = 45.0
+OPEN_END_WITHIN_S = 130.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests and a sentence that says what they are."""
+
+    text: str
+    requests: Iterable[WorkloadRequest]
+
+
+@dataclass(slots=True)
+class _Run:
+    """State of one run that outlives its stack."""
+
+    tally: Tally
+    seen: Seen
+    worker_seconds: dict[str, float]
+    restarts: dict[str, int]
+    run_id: str = ""
+
+
+def main(options: UpOptions) -> int:
+    """Run until the end of the traffic, Ctrl-C or a failure; returns the exit code."""
+    import uvloop
+
+    console = Console()
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        workload = make_workload(options)
+        return uvloop.run(_up(options, workload, console, SystemClock()))
+    except InvalidField as error:
+        console.print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
+        return 2
+    except ReadyplaneError as error:
+        console.print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
+        return 1
+
+
+def make_workload(options: UpOptions) -> Workload:
+    """Read or draw the workload; nothing has been started when this refuses.
+
+    Raises:
+        InvalidField: a trace that cannot be read.
+    """
+    if not options.load:
+        return Workload("no traffic (--no-load)", ())
+    if options.trace is not None:
+        trace = read_trace(options.trace, seed=options.seed)
+        requests = _until(trace.requests, options)
+        note = f"; {trace.note}" if trace.note else ""
+        speed = f" at {options.speed:g} times its speed" if options.speed != 1 else ""
+        text = f"trace {trace.name} ({len(trace.requests)} requests){speed}{note}"
+        if options.quick:
+            text += f", its first {QUICK_TRAFFIC_S:.0f} s"
+        return Workload(text, requests)
+    if options.quick:
+        wave = Wave(options.rate_rps * 0.2, swing=0.0, bursts=((0.0, 24.0, 6.5),))
+    else:
+        wave = Wave(options.rate_rps)
+    text = f"built-in conversation, mean {options.rate_rps:g} requests/s, seed {options.seed}"
+    return Workload(text, _until(conversation(wave, seed=options.seed), options))
+
+
+def _until(requests: Iterable[WorkloadRequest], options: UpOptions) -> Iterator[WorkloadRequest]:
+    end_s = options.duration_s or (QUICK_TRAFFIC_S if options.quick else math.inf)
+    return itertools.takewhile(lambda r: r.at_s / options.speed <= end_s, requests)
+
+
+async def _up(options: UpOptions, workload: Workload, console: Console, clock: Clock) -> int:
+    terminal = Terminal(console, plain=options.plain)
+    stop = asyncio.Event()
+    _on_signals(stop, asyncio.current_task())
+    began_s = clock.monotonic_s()
+    run = _Run(Tally(), Seen(), {}, {})
+    failure = ""
+    try:
+        async with running_stack(options, clock=clock, say=terminal.say) as stack:
+            run.run_id = stack.table.run_id
+            failure = await _course(stack, workload, run, terminal, stop, clock)
+            terminal.close()
+    except asyncio.CancelledError:
+        failure = "interrupted before the end"
+    finally:
+        terminal.close()
+    left = tuple(f"pid {pid}" for pid, _ in carriers({run.run_id})) if run.run_id else ()
+    ended = Ended(left, run.worker_seconds, run.restarts, clock.monotonic_s() - began_s)
+    print_summary(console, run.seen, run.tally, ended, workload=workload.text)
+    conditions = verdict(run.seen, run.tally, ended) if options.quick else []
+    for condition in conditions:
+        mark = "[green]yes[/green]" if condition.holds else "[red]no [/red]"
+        console.print(f"{mark} {condition.name}: {condition.found}", highlight=False)
+    if options.report_file is not None:
+        document = report(run.seen, run.tally, ended, conditions, workload=workload.text)
+        write_atomically(options.report_file, json.dumps(document, indent=1))
+    if failure:
+        console.print(f"[red]error[/red] {failure}", highlight=False, soft_wrap=True)
+    good = not failure and not left and all(c.holds for c in conditions)
+    return 0 if good else 1
+
+
+async def _course(
+    stack: Stack,
+    workload: Workload,
+    run: _Run,
+    terminal: Terminal,
+    stop: asyncio.Event,
+    clock: Clock,
+) -> str:
+    """From a started stack to its orderly end; returns why it failed, empty if it did not."""
+    book = stack.book
+    async with Observer(
+        book.planner_http, book.token, book.model, stack.actuator, clock=clock
+    ) as observer:
+        run.seen = observer.seen
+        watching = asyncio.create_task(observer.run())
+        try:
+            failure = await _drive(stack, workload, run, observer, terminal, stop, clock)
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+            await observer.look()
+            run.worker_seconds = stack.actuator.worker_seconds()
+            run.restarts = stack.services.restarts
+    return failure
+
+
+async def _drive(
+    stack: Stack,
+    workload: Workload,
+    run: _Run,
+    observer: Observer,
+    terminal: Terminal,
+    stop: asyncio.Event,
+    clock: Clock,
+) -> str:
+    book = stack.book
+    terminal.say(f"page:    {stack.page_url}")
+    terminal.say(f"gateway: {book.gateway_http}/v1 (OpenAI-compatible, model {book.model!r})")
+    terminal.say("waiting for the first prefill and decode worker to pass the gate")
+    ready = asyncio.create_task(until_ready(observer, within_s=FIRST_PAIR_WITHIN_S, clock=clock))
+    await _first_of(ready, stop, stack.failed)
+    if stack.failed.done():
+        ready.cancel()
+        return stack.failed.result()
+    if stop.is_set():
+        ready.cancel()
+        return ""
+    if not ready.result():
+        reasons = "; ".join(f"{w}: {r}" for w, r in observer.seen.start_failures().items())
+        return (
+            f"no pair of workers within {FIRST_PAIR_WITHIN_S:.0f} s ({reasons or 'see the logs'})"
+        )
+    terminal.say("a first pair is routable")
+    if not stack.options.load:
+        terminal.say("no traffic is driven; press Ctrl-C to stop")
+    slo = Slo(float(stack.policy["slo"]["ttft_s"]), float(stack.policy["slo"]["tpot_s"]))
+    traffic = Traffic(
+        book.gateway_http, book.model, slo=slo, clock=clock, speed=stack.options.speed
+    )
+    run.tally = traffic.tally
+    began_s = clock.monotonic_s()
+    driving = asyncio.create_task(_traffic(traffic, workload, stack, observer, stop, clock))
+    try:
+        while not (driving.done() or stack.failed.done()):
+            terminal.show(observer.seen, run.tally, at_s=clock.monotonic_s() - began_s)
+            if stop.is_set():
+                traffic.stop()
+            await asyncio.wait({driving}, timeout=0.5)
+    finally:
+        if not driving.done():
+            driving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await driving
+    return stack.failed.result() if stack.failed.done() else driving.result()
+
+
+async def _traffic(
+    traffic: Traffic,
+    workload: Workload,
+    stack: Stack,
+    observer: Observer,
+    stop: asyncio.Event,
+    clock: Clock,
+) -> str:
+    if not stack.options.load:
+        await stop.wait()
+        return ""
+    await traffic.run(workload.requests)
+    if not stack.options.quick:
+        return ""
+    deadline_s = clock.monotonic_s() + QUICK_DRAIN_WITHIN_S
+    while not (observer.seen.drained() or stop.is_set()):
+        if clock.monotonic_s() > deadline_s:
+            return f"no drain finished within {QUICK_DRAIN_WITHIN_S:.0f} s after the traffic"
+        await asyncio.sleep(0.25)
+    return ""
+
+
+async def _first_of(
+    task: asyncio.Task[bool], stop: asyncio.Event, failed: asyncio.Future[str]
+) -> None:
+    stopping = asyncio.create_task(stop.wait())
+    waited: set[asyncio.Future[Any]] = {task, stopping, failed}
+    try:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+
+
+def _on_signals(stop: asyncio.Event, task: asyncio.Task[int] | None) -> None:
+    """First signal: end in order. Second: end at once, still leaving nothing behind."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set() and task is not None:
+            task.cancel()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+
+
+__all__ = ["UpOptions", "main", "make_workload"]

@@ -1,0 +1,279 @@
+"""The whole local stack: data folder, stores, services, actuator, demo model, address book.
+
+Owns the order of starting and stopping, and that nothing stays behind whatever happens between.
+Hands a running `Stack` to `readyplane_lab.up.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from readyplane import profiles
+from readyplane.client import RegistryClient
+from readyplane.core.errors import InvalidField, NotFound
+from readyplane.kit.auth import TokenCheck
+from readyplane.kit.clock import Clock
+from readyplane.kit.rpc import OPTIONS, Guard
+from readyplane_lab.up import actuator_rpc
+from readyplane_lab.up.actuator import LocalActuator, WorkerPlace
+from readyplane_lab.up.address_book import AddressBook, remove_book, write_book
+from readyplane_lab.up.folder import DataFolder, sweep_abandoned
+from readyplane_lab.up.local_server import free_port
+from readyplane_lab.up.model import publish_model
+from readyplane_lab.up.options import QUICK_POLICY, UpOptions, merge, read_policy
+from readyplane_lab.up.pids import start_mark
+from readyplane_lab.up.processes import ProcessTable
+from readyplane_lab.up.services import Services
+from readyplane_lab.up.stores import Stores, connect_or_embed
+
+MODEL = "demo"
+MODEL_TAG = "demo:latest"
+WORKER_CLASS = "h200-slow10"
+RELEASE_GRACE_S = 20.0
+
+DEMO_POLICY: dict[str, object] = {
+    "model": MODEL,
+    "manifest": MODEL_TAG,
+    "slo": {"ttft_s": 2.0, "tpot_s": 0.1},
+    "prefill": {"min": 1, "max": 6, "worker_class": WORKER_CLASS, "profile": WORKER_CLASS},
+    "decode": {"min": 1, "max": 4, "worker_class": WORKER_CLASS, "profile": WORKER_CLASS},
+    "tick_s": 1.0,
+    "t_ready_prior": {"p50_s": 6.0, "p90_s": 10.0, "p99_s": 15.0},
+}
+
+
+@dataclass(slots=True)
+class Stack:
+    """A running stack."""
+
+    options: UpOptions
+    folder: DataFolder
+    table: ProcessTable
+    stores: Stores
+    services: Services
+    actuator: LocalActuator
+    book: AddressBook
+    policy: dict[str, Any]
+    failed: asyncio.Future[str]
+
+    @property
+    def page_url(self) -> str:
+        """The page, with the token in the fragment (never sent to a server)."""
+        return f"{self.book.planner_http}/#token={self.book.token}"
+
+
+@asynccontextmanager
+async def running_stack(
+    options: UpOptions, *, clock: Clock, say: Callable[[str], None]
+) -> AsyncIterator[Stack]:
+    """Start everything; stop everything at the end, in the order that loses nothing.
+
+    Args:
+        options: what was asked. clock: real time. say: told one sentence a step.
+
+    Raises:
+        InvalidField: a setting cannot work. Unavailable: a store or service did not start.
+    """
+    for port, name in (
+        (options.page_port, "--page-port"),
+        (options.gateway_port, "--gateway-port"),
+    ):
+        _check_port(port, name)
+    policy = _policy(options)
+    async with AsyncExitStack() as rooms:
+        for path in await sweep_abandoned():
+            say(f"removed what a killed run left in {path}")
+        folder = rooms.enter_context(DataFolder.open(options.data_dir))
+        for name in await folder.recover():
+            say(f"ended what a killed run left: {name}")
+        folder.guard()
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[str] = loop.create_future()
+
+        def gave_up(why: str) -> None:
+            if not failed.done():
+                failed.set_result(why)
+
+        def exited(name: str, returncode: int) -> None:
+            services.exited(name, returncode)
+            actuator.exited(name, returncode)
+
+        table = await rooms.enter_async_context(ProcessTable(folder.run, on_exit=exited))
+        token = secrets.token_hex(16)
+        say("starting PostgreSQL and Valkey")
+        model_dir = asyncio.create_task(asyncio.to_thread(_model_dir, options, folder))
+        rooms.callback(model_dir.cancel)
+        stores = await rooms.enter_async_context(
+            await connect_or_embed(
+                folder.pg,
+                folder.redis,
+                database_url=options.database_url or None,
+                redis_url=options.redis_url or None,
+                logs_dir=folder.logs,
+            )
+        )
+        environment = _environment(options, stores, token)
+        services = Services(
+            table,
+            run_dir=folder.run,
+            logs_dir=folder.logs,
+            environment=environment,
+            clock=clock,
+            gave_up=gave_up,
+        )
+        registry = services.plan("registry", args=("--blob-dir", str(folder.blobs)))
+        router = services.plan("router")
+        policy_file = folder.run / "policy.json"
+        policy_file.write_text(json.dumps(policy))
+        planner = services.plan(
+            "planner", http_port=options.page_port, args=("--policy", str(policy_file))
+        )
+        gateway = services.plan("gateway", http_port=options.gateway_port)
+        actuator = LocalActuator(
+            table,
+            WorkerPlace(
+                registry=registry.grpc,
+                router=router.grpc,
+                work_dir=folder.cache / "workers",
+                log_dir=folder.logs,
+                environment={**environment, "READYPLANE_CACHE_DIR": str(folder.cache / "node")},
+                workers_max=options.workers_max,
+            ),
+            clock=clock,
+            profile_of=_profile_of,
+        )
+        actuator_address = await _serve_actuator(rooms, actuator, token)
+        for service in (router, planner, gateway):
+            service.environment.update(
+                READYPLANE_REGISTRY=registry.grpc,
+                READYPLANE_ROUTER=router.grpc,
+                READYPLANE_PLANNER=planner.grpc,
+                READYPLANE_ACTUATOR=actuator_address,
+            )
+        rooms.push_async_callback(_stop_in_order, services, actuator, say)
+        say("starting registry, router and gateway")
+        await asyncio.gather(*(services.start(s) for s in (registry, router, gateway)))
+        say("publishing the model")
+        client = RegistryClient(registry.grpc, token=token)
+        try:
+            digest = await publish_model(
+                client, await model_dir, model=MODEL, tag=MODEL_TAG, http=registry.http, token=token
+            )
+        finally:
+            await client.aclose()
+        say(f"published {MODEL_TAG} as {digest[:19]}…; starting the planner")
+        await services.start(planner)
+        book = AddressBook(
+            pid=os.getpid(),
+            mark=start_mark(os.getpid()) or "",
+            registry=registry.grpc,
+            router=router.grpc,
+            planner=planner.grpc,
+            actuator=actuator_address,
+            registry_http=registry.http,
+            router_http=router.http,
+            planner_http=planner.http,
+            gateway_http=gateway.http,
+            token=token,
+            model=MODEL,
+            data_dir=str(folder.path),
+            logs_dir=str(folder.logs),
+        )
+        write_book(book)
+        rooms.callback(remove_book, os.getpid())
+        yield Stack(options, folder, table, stores, services, actuator, book, policy, failed)
+
+
+async def _stop_in_order(
+    services: Services, actuator: LocalActuator, say: Callable[[str], None]
+) -> None:
+    """Planner first (nothing is ordered any more), then gateway, workers, router, registry."""
+    say("stopping: planner, gateway, workers, router, registry, stores")
+    actuator.close()
+    await services.stop("planner")
+    await services.stop("gateway")
+    live = [i for i in await actuator.list_instances() if i.exited_ago_s is None]
+    await asyncio.gather(
+        *(
+            actuator.release(i.order.worker_id, grace_s=RELEASE_GRACE_S, reason="the run ends")
+            for i in live
+        )
+    )
+    await services.close()
+
+
+async def _serve_actuator(rooms: AsyncExitStack, actuator: LocalActuator, token: str) -> str:
+    server = grpc.aio.server(interceptors=[Guard(TokenCheck(token))], options=OPTIONS)
+    actuator_rpc.register(server, actuator)
+    port = server.add_insecure_port(f"127.0.0.1:{free_port()}")
+    await server.start()
+    rooms.push_async_callback(server.stop, 1.0)
+    return f"127.0.0.1:{port}"
+
+
+def _environment(options: UpOptions, stores: Stores, token: str) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("READYPLANE_", "OTEL_"))
+    }
+    return {
+        **kept,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "READYPLANE_DATABASE_URL": stores.database_url,
+        "READYPLANE_REDIS_URL": stores.redis_url,
+        "READYPLANE_TOKEN": token,
+        "READYPLANE_OTLP_ENDPOINT": options.otlp_endpoint,
+        "READYPLANE_LOG_LEVEL": options.log_level,
+    }
+
+
+def _policy(options: UpOptions) -> dict[str, Any]:
+    policy = dict(DEMO_POLICY)
+    if options.quick:
+        policy = merge(policy, dict(QUICK_POLICY))
+    if options.policy_file is not None:
+        policy = merge(policy, read_policy(options.policy_file))
+    return policy
+
+
+def _profile_of(worker_class: str) -> str:
+    if worker_class not in profiles.names():
+        raise NotFound("worker class", worker_class, "use one of " + ", ".join(profiles.names()))
+    return worker_class
+
+
+def _model_dir(options: UpOptions, folder: DataFolder) -> Path:
+    from readyplane_lab.up.demo_model import make_demo_model
+
+    if options.model_dir is not None:
+        if not options.model_dir.is_dir():
+            raise InvalidField("--model", str(options.model_dir), "give a folder with safetensors")
+        return options.model_dir
+    return make_demo_model(folder.cache / "demo-model", size_bytes=options.model_bytes)
+
+
+def _check_port(port: int, option: str) -> None:
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise InvalidField(
+                option, port, f"give a free port, or 0 for any ({error.strerror})"
+            ) from error
