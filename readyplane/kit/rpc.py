@@ -177,13 +177,12 @@ def _refusing(handler: Handler, error: ReadyplaneError) -> Handler:
 
 async def _abort(context: Any, error: Exception) -> NoReturn:
     """End the call with the error's status; `context.abort` raises."""
-    if not isinstance(error, ReadyplaneError):
-        number = secrets.token_hex(6)
-        log.error("unexpected error in a call", exc_info=error, extra={"error_id": number})
-        text = f"unexpected {type(error).__name__}, logged under error_id {number}"
-        await context.abort(grpc.StatusCode.INTERNAL, text)
-        raise AssertionError
-    status = error_to_status(error)
-    trailers = ((DETAILS_KEY, status.SerializeToString()),)
-    await context.abort(grpc_code(error), status.message, trailers)
+    if isinstance(error, ReadyplaneError):
+        status = error_to_status(error)
+        trailers = ((DETAILS_KEY, status.SerializeToString()),)
+        await context.abort(grpc_code(error), status.message, trailers)
+    number = secrets.token_hex(6)
+    log.error("unexpected error in a call", exc_info=error, extra={"error_id": number})
+    text = f"unexpected {type(error).__name__}, logged under error_id {number}"
+    await context.abort(grpc.StatusCode.INTERNAL, text)
     raise AssertionError
