@@ -60,11 +60,11 @@ def _all_pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def descendants(pid: int) -> set[tuple[int, str]]:
-    """(pid, start mark) of everything below `pid`, also in other sessions (Postgres backends are)."""
+def descendants(*pids: int) -> set[tuple[int, str]]:
+    """(pid, start mark) of all below these, in other sessions as well (Postgres backends are)."""
     stats = {each: stat for each in _all_pids() if (stat := _stat(each)) is not None}
     below: set[int] = set()
-    level = {pid}
+    level = set(pids)
     while level:
         level = {each for each, stat in stats.items() if stat.parent in level} - below
         below |= level

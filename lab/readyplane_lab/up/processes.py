@@ -32,6 +32,7 @@ from readyplane.core.errors import Conflict, NotFound, Unavailable
 from readyplane_lab.up.pids import RUN_VARIABLE, carriers, descendants, signal_exactly, start_mark
 
 TABLE_FORMAT = 1
+ENDED_KEPT_MAX = 1024
 LOG_BYTES_MAX = 32 * 1024 * 1024
 LOG_TAIL_BYTES_MAX = 64 * 1024
 KILLED_GONE_S_MAX = 5.0
@@ -179,7 +180,7 @@ class ProcessTable:
         return tuple(child.record for child in self._children.values())
 
     def returncode(self, name: str) -> int | None:
-        """How the child ended; None while it runs or if it was never started."""
+        """How the child ended; None while it runs, if it never did, or 1,024 ends later."""
         return self._returncodes.get(name)
 
     async def wait(self, name: str) -> int:
@@ -201,30 +202,21 @@ class ProcessTable:
         child = self._children.get(name)
         if child is None:
             return self._returncodes.get(name)
-        child.stopping = True
-        below = descendants(child.record.pid)
-        try:
-            if not child.exited.done():
-                os.kill(child.record.pid, child.record.stop_signal)
-            async with asyncio.timeout(grace_s):
-                await asyncio.shield(child.exited)
-        except TimeoutError:
-            log.warning("%s did not end within %.1f s and is killed", name, grace_s)
-        finally:
-            self._kill(child, below)
+        await self._end(child, descendants(child.record.pid), grace_s)
         return self._returncodes.get(name)
 
     async def close(self, *, grace_s: float = 10.0) -> None:
         """Stop all children side by side, then whatever still carries the run id; drop the table."""
         self._closed = True
-        names = list(self._children)
+        children = list(self._children.values())
+        below = descendants(*(child.record.pid for child in children)) if children else set()
         try:
-            await asyncio.gather(*(self.stop(name, grace_s=grace_s) for name in names))
+            await asyncio.gather(*(self._end(child, (), grace_s) for child in children))
         finally:
-            for child in list(self._children.values()):
-                self._kill(child, descendants(child.record.pid))
+            for child in children:
+                self._kill(child, ())
             if self._path.exists():
-                for pid, mark in carriers({self.run_id}):
+                for pid, mark in below | carriers({self.run_id}):
                     signal_exactly(pid, mark, signal.SIGKILL)
                 self._path.unlink(missing_ok=True)
 
@@ -273,10 +265,29 @@ class ProcessTable:
         name = child.record.name
         self._children.pop(name, None)
         self._returncodes[name] = code
+        while len(self._returncodes) > ENDED_KEPT_MAX:
+            forgotten = next(iter(self._returncodes))
+            del self._returncodes[forgotten]
+            self._log_paths.pop(forgotten, None)
         if not self._closed:
-            self._persist()
+            try:
+                self._persist()
+            except OSError as error:  # a full disk: the record of an ended process harms nobody
+                log.warning("the table of processes cannot be written: %s", error)
         if not child.stopping and self._on_exit is not None:
             self._on_exit(name, code)
+
+    async def _end(self, child: _Child, below: Iterable[tuple[int, str]], grace_s: float) -> None:
+        child.stopping = True
+        try:
+            if not child.exited.done():
+                os.kill(child.record.pid, child.record.stop_signal)
+            async with asyncio.timeout(grace_s):
+                await asyncio.shield(child.exited)
+        except TimeoutError:
+            log.warning("%s did not end within %.1f s and is killed", child.record.name, grace_s)
+        finally:
+            self._kill(child, below)
 
     def _kill(self, child: _Child, below: Iterable[tuple[int, str]]) -> None:
         """End the child now, and those of `below` that are still the same processes. Does not await."""
@@ -314,8 +325,8 @@ async def reap(run_dir: Path, *, grace_s: float = 10.0) -> tuple[str, ...]:
     records = [record for table in tables for record in table.records]
     left = [record for record in records if start_mark(record.pid) == record.start_mark]
     targets = {(record.pid, record.start_mark) for record in left}
+    targets |= descendants(*(record.pid for record in left)) if left else set()
     for record in left:
-        targets |= descendants(record.pid)
         signal_exactly(record.pid, record.start_mark, record.stop_signal)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s):
