@@ -125,6 +125,9 @@ class EngineSpec:
         kv_side_channel_port, kv_events_port, kv_replay_port: 0 lets it choose.
         mode: start mode (R13). compile_cache_dir: folder of its compile cache, None without.
         kv_tokens: size of the KV pool, 0 for what the profile says.
+        wait_weights: the process may start before the weights are there: it imports and sets up
+            what needs no weights, and waits until `tensor_table_path` exists (write it last, by
+            rename, when every chunk is verified).
         extra_args: appended to its command line.
         environment: added to its environment.
     """
@@ -148,6 +151,7 @@ class EngineSpec:
     mode: StartMode = StartMode.JIT
     compile_cache_dir: Path | None = None
     kv_tokens: int = 0
+    wait_weights: bool = False
     extra_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
