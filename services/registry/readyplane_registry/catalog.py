@@ -1,0 +1,259 @@
+"""What may be published, what it is called, and which artifact meets a need. Pure.
+
+Owns the rules that a manifest must keep beyond its shape (`publishable`), the names of tags, and
+the choice of one artifact among candidates with the differing fields named. Handed to the service,
+which does the storing. Shapes and digests are those of `readyplane.core.identity`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from readyplane.core.errors import InvalidField, Refused, UnknownField
+from readyplane.core.identity import (
+    ArtifactKind,
+    FieldDifference,
+    FileEntry,
+    Manifest,
+    canonical,
+    check_digest,
+    parse,
+)
+
+MANIFEST_BYTES_MAX = 64 * 1024 * 1024
+NAME_CHARS_MAX = 200
+PURPOSES = ("weights", "config", "tokenizer", "other")
+TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+MODEL_TOKENS_MAX = 2**31
+CANDIDATES_SHOWN_MAX = 5
+NEED_FIELDS = (
+    "kind",
+    "model",
+    "quantisation",
+    "layout",
+    "loader_version",
+    "capability",
+    "chunk_bytes",
+    "tokenizer_digest",
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.ep",
+)
+
+
+def read_document(document: object) -> tuple[Manifest, bytes]:
+    """A manifest and the canonical bytes that are stored for it.
+
+    The manifest is read back from its canonical form, so that what is stored, served and hashed
+    is one thing: two names that only differ in their Unicode form are found here.
+
+    Raises:
+        InvalidField: a field is wrong; it is named with its value.
+        Refused: the fields are right, but such an artifact could never be served.
+    """
+    first = Manifest.from_document(document)
+    data = canonical(first.document(), where="manifest")
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise InvalidField("manifest", f"{len(data)} bytes", f"stay below {MANIFEST_BYTES_MAX}")
+    manifest = Manifest.from_document(parse(data, where="manifest"))
+    reasons = publishable(manifest)
+    if reasons:
+        raise Refused(f"manifest of {manifest.model!r}", reasons, "correct it and publish again")
+    return manifest, data
+
+
+def parse_document(text: str | bytes) -> object:
+    """JSON text of a manifest as a value, strictly.
+
+    Raises:
+        InvalidField: too long, not JSON, duplicate keys, or a number that is not finite.
+    """
+    if len(text) > MANIFEST_BYTES_MAX:
+        raise InvalidField("manifest", f"{len(text)} bytes", f"stay below {MANIFEST_BYTES_MAX}")
+    document: object = parse(text, where="manifest")
+    return document
+
+
+def publishable(manifest: Manifest) -> tuple[str, ...]:
+    """Every reason why this artifact could never be served; empty when it may be published."""
+    reasons = [*_name_faults(manifest), *_file_faults(manifest.files)]
+    if manifest.kind is ArtifactKind.WEIGHTS:
+        reasons += _weights_faults(manifest)
+        reasons += _config_faults(manifest)
+    elif not manifest.key:
+        reasons.append(f"key: a {manifest.kind} artifact needs the fields it depends on")
+    return tuple(reasons)
+
+
+def _name_faults(manifest: Manifest) -> Iterable[str]:
+    name = manifest.model
+    if len(name) > NAME_CHARS_MAX or not name.isprintable() or name != name.strip():
+        yield f"model: {name[:40]!r} must be printable, without outer blanks, {NAME_CHARS_MAX} long"
+    if is_digest(name):
+        yield f"model: {name!r} looks like a digest; give it a name"
+
+
+def _file_faults(files: Sequence[FileEntry]) -> Iterable[str]:
+    for entry in files:
+        if entry.purpose not in PURPOSES:
+            yield f"files[{entry.path}].purpose: {entry.purpose!r} is none of {', '.join(PURPOSES)}"
+        if len(entry.path) > 1024:
+            yield f"files[{entry.path[:40]}…].path: longer than 1024 characters"
+    paths = {entry.path for entry in files}
+    for entry in files:
+        parts = entry.path.split("/")
+        above = ["/".join(parts[:n]) for n in range(1, len(parts))]
+        yield from (
+            f"files[{entry.path}].path: {folder} is a file and a folder"
+            for folder in above
+            if folder in paths
+        )
+
+
+def _weights_faults(manifest: Manifest) -> Iterable[str]:
+    purposes = {entry.path: entry.purpose for entry in manifest.files}
+    used = {tensor.file for tensor in manifest.tensors}
+    for path in sorted(used):
+        if purposes[path] != "weights":
+            yield f"files[{path}].purpose: holds tensors, write weights (not {purposes[path]})"
+    for path, purpose in sorted(purposes.items()):
+        if purpose == "weights" and path not in used:
+            yield f"files[{path}]: a weights file that no tensor lies in"
+    world = manifest.tp * manifest.pp * manifest.ep
+    owned: set[int] = set()
+    for tensor in manifest.tensors:
+        owned.update(tensor.ranks or range(world))
+        foreign = [rank for rank in tensor.ranks if rank >= world]
+        if foreign:
+            yield f"tensors[{tensor.name}].ranks: {foreign[0]} of a world of {world} ranks"
+    missing = sorted(set(range(world)) - owned)
+    if missing:
+        yield f"tensors: no tensor belongs to rank {missing[0]} of {world}"
+
+
+def _config_faults(manifest: Manifest) -> Iterable[str]:
+    config = manifest.config
+    for name in ("max_model_len", "vocab_size"):
+        if not _whole(config.get(name), 1, MODEL_TOKENS_MAX):
+            yield (
+                f"config.{name}: {config.get(name)!r} is not a whole number of 1 to "
+                f"{MODEL_TOKENS_MAX}"
+            )
+            return
+    vocab = int(config["vocab_size"])
+    eos = config.get("eos_token_id")
+    for token in eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]:
+        if not _whole(token, 0, vocab - 1):
+            yield f"config.eos_token_id: {token!r} is not a token of a vocabulary of {vocab}"
+    if manifest.canary is not None:
+        for name in ("prompt_token_ids", "golden_token_ids"):
+            tokens: tuple[int, ...] = getattr(manifest.canary, name)
+            bad = [token for token in tokens if token >= vocab]
+            if bad:
+                yield f"canary.{name}: {bad[0]} is not a token of a vocabulary of {vocab}"
+
+
+def _whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_digest(reference: str) -> bool:
+    """True for a text that claims to be a digest, well formed or not."""
+    return reference.startswith("sha256:")
+
+
+def check_reference(reference: str) -> str:
+    """A digest, tag or model name that may be asked for.
+
+    Raises:
+        InvalidField: empty, too long, not printable, or a malformed digest.
+    """
+    if is_digest(reference):
+        return check_digest(reference, where="reference")
+    if not reference or len(reference) > NAME_CHARS_MAX or not reference.isprintable():
+        raise InvalidField("reference", reference, "give a digest, a tag or a model name")
+    return reference
+
+
+def check_tag_name(name: str) -> str:
+    """Return the name if a tag may have it.
+
+    Raises:
+        InvalidField: not 1 to 128 of letters, digits and `._:/-`, beginning with a letter or
+            digit; or like a digest; or with an empty or `..` part.
+    """
+    parts = name.split("/")
+    if not TAG.fullmatch(name) or is_digest(name) or set(parts) & {"", ".", ".."}:
+        raise InvalidField(
+            "tag",
+            name,
+            "use 1 to 128 letters, digits and . _ : / -, beginning with a letter or digit",
+        )
+    return name
+
+
+def check_kind(kind: str, *, optional: bool = False) -> str:
+    """Return the kind if there is such a one (or, when `optional`, none was given).
+
+    Raises:
+        InvalidField: any other text.
+    """
+    if kind in set(ArtifactKind) or (optional and not kind):
+        return kind
+    raise InvalidField("kind", kind, "write one of " + ", ".join(ArtifactKind))
+
+
+def need_value(manifest: Manifest, name: str) -> str | None:
+    """What a manifest says for one field of a need, as text; None when it says nothing.
+
+    Raises:
+        UnknownField: no manifest has such a field.
+    """
+    first, _, rest = name.partition(".")
+    if first in {"config", "key"} and rest:
+        found: Any = (manifest.config if first == "config" else manifest.key).get(rest)
+        if found is None or isinstance(found, str):
+            return found
+        return canonical(found, where=name).decode()
+    if name in {"tp", "pp", "ep"}:
+        name = f"parallel.{name}"
+    if name not in NEED_FIELDS:
+        remedy = f"use {', '.join(NEED_FIELDS)}, config.NAME or key.NAME"
+        raise UnknownField(f"need.{name}", name, remedy)
+    return str(getattr(manifest, name.rpartition(".")[2]))
+
+
+def differing(manifest: Manifest, need: Mapping[str, str]) -> tuple[FieldDifference, ...]:
+    """The fields of the need that the manifest does not meet: left is needed, right is found."""
+    return tuple(
+        FieldDifference(name, wanted, "nothing" if found is None else found)
+        for name, wanted in sorted(need.items())
+        if (found := need_value(manifest, name)) != wanted
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The artifact that meets a need, or the reasons why none does, the nearest first."""
+
+    manifest: Manifest | None
+    reasons: tuple[str, ...] = ()
+
+
+def choose(candidates: Sequence[Manifest], *, need: Mapping[str, str]) -> Choice:
+    """The first candidate that meets every field of the need; candidates come newest first."""
+    misses: list[tuple[int, int, str]] = []
+    for place, manifest in enumerate(candidates):
+        fields = differing(manifest, need)
+        if not fields:
+            return Choice(manifest)
+        told = ", ".join(f"{f.field}: needed {f.left}, has {f.right}" for f in fields)
+        misses.append((len(fields), place, f"{manifest.digest}: {told}"))
+    misses.sort()
+    reasons = [text for _count, _place, text in misses[:CANDIDATES_SHOWN_MAX]]
+    if len(misses) > CANDIDATES_SHOWN_MAX:
+        reasons.append(f"and {len(misses) - CANDIDATES_SHOWN_MAX} more that differ as much or more")
+    return Choice(None, tuple(reasons))

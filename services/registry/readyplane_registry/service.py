@@ -1,0 +1,340 @@
+"""The registry's use-cases: `readyplane.ports.Registry` over its stores.
+
+Owns the order of steps and what is counted; the rules are those of `catalog`, the promises those
+of `store`; what is alive is left to `fetching`. Handed to `rpc` and `api`, and run as it is by the simulator.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from readyplane.core.errors import Conflict, IdentityMismatch, InvalidField, NotFound, Refused
+from readyplane.core.identity import Manifest, check_digest
+from readyplane.kit.clock import Clock
+from readyplane.ports import FetchPlan, ManifestSummary, Source, Tag, Transfer
+from readyplane_registry import catalog
+from readyplane_registry.blobs import Blobs, FileCheck
+from readyplane_registry.fetching import Fetching, NoTally, RegistryPolicy, Tally
+from readyplane_registry.live import LiveStore
+from readyplane_registry.store import CatalogStore, ManifestRecord, record_of, unknown_manifest
+
+log = logging.getLogger(__name__)
+LIST_MAX = 1000
+MANIFESTS_CACHED_MAX = 64
+REASONS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What re-reading an artifact's stored bytes found, file by file."""
+
+    digest: str
+    files: tuple[FileCheck, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True when every file is here and is what the manifest says."""
+        return not any(check.problem for check in self.files)
+
+
+class RegistryService:
+    """See `readyplane.ports.Registry`.
+
+    Args:
+        store: manifests and tags.
+        live: sources, readers' places, bars.
+        blobs: the byte store.
+        clock: stamps records; expiries are judged by the live store's own clock.
+        make_id: a fresh text for each transfer.
+        storage_url: where this registry serves bytes, `{url}/{digest}/{path}`; empty: nowhere.
+        name: of this registry's byte store among others.
+        tally: what is counted.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: CatalogStore,
+        live: LiveStore,
+        blobs: Blobs,
+        clock: Clock,
+        make_id: Callable[[], str],
+        storage_url: Callable[[], str] = lambda: "",
+        name: str = "registry",
+        policy: RegistryPolicy | None = None,
+        tally: Tally | None = None,
+    ) -> None:
+        self._store, self._live, self._blobs, self._clock = store, live, blobs, clock
+        self._tally = tally or NoTally()
+        self._fetching = Fetching(
+            manifest_of=self.get_manifest,
+            live=live,
+            blobs=blobs,
+            clock=clock,
+            make_id=make_id,
+            storage_url=storage_url,
+            name=name,
+            policy=policy or RegistryPolicy(),
+            tally=self._tally,
+        )
+        self._cache: OrderedDict[str, tuple[Manifest, float]] = OrderedDict()
+
+    # ------------------------------------------------------------------------------ manifests
+
+    async def publish_manifest(
+        self, document: Mapping[str, Any], *, bytes_elsewhere: bool = False
+    ) -> tuple[str, bool]:
+        """Store a manifest; returns (digest, created). Idempotent by content.
+
+        Raises:
+            InvalidField: a field is wrong.
+            Refused: it could never be served, its bytes are not in the store, or they are not
+                what it says of them.
+        """
+        try:
+            manifest, data = catalog.read_document(document)
+            record = record_of(manifest, data, now_s=self._clock.wall_s())
+            known = await self._store.get_manifest(record.digest)
+            if known is not None and bytes_elsewhere:
+                self._tally.count("publishes", outcome="known")
+                return record.digest, False
+            if not bytes_elsewhere:
+                await self._check_bytes(manifest, content=False, known=known is not None)
+        except (InvalidField, Refused):
+            self._tally.count("publishes", outcome="refused")
+            raise
+        stored, created = await self._store.put_manifest(record)
+        self._tally.count("publishes", outcome="created" if created else "known")
+        if created:
+            log.info("published", extra={"digest": stored.digest, "model": stored.model})
+        return stored.digest, created
+
+    async def _check_bytes(self, manifest: Manifest, *, content: bool, known: bool) -> None:
+        what = f"manifest of {manifest.model!r}"
+        missing = await self._blobs.missing(manifest.files)
+        if missing:
+            remedy = "upload them with PUT /v1/blobs/sha256/HEX first, or say bytes_elsewhere"
+            raise Refused(what, _bounded(missing), remedy)
+        if known:  # its bytes were compared with it when it was published
+            return
+        checks = await self._blobs.inspect(manifest, content=content)
+        wrong = [f"{check.path}: {check.problem}" for check in checks if check.problem]
+        if wrong:
+            remedy = "build the manifest from the bytes that are stored"
+            raise IdentityMismatch(what, _bounded(wrong), remedy)
+
+    async def get_manifest(self, digest: str) -> Manifest:
+        """One manifest. Raises NotFound, InvalidField."""
+        return (await self.dated_manifest(digest))[0]
+
+    async def dated_manifest(self, digest: str) -> tuple[Manifest, float]:
+        """A manifest and when it was published (wall clock, s). Raises NotFound, InvalidField.
+
+        What never changes is cached without asking again.
+        """
+        check_digest(digest)
+        held = self._cache.get(digest)
+        if held is not None:
+            self._cache.move_to_end(digest)
+            return held
+        record = await self._store.get_manifest(digest)
+        if record is None:
+            raise unknown_manifest(digest)
+        found = record.manifest, record.created_s
+        self._cache[digest] = found
+        if len(self._cache) > MANIFESTS_CACHED_MAX:
+            self._cache.popitem(last=False)
+        return found
+
+    async def list_manifests(self, *, model: str = "", kind: str = "") -> list[ManifestSummary]:
+        """Newest first, `LIST_MAX` at most; `list_page` continues."""
+        return (await self.list_page(model=model, kind=kind))[0]
+
+    async def list_page(
+        self, *, model: str = "", kind: str = "", limit: int = LIST_MAX, before: str = ""
+    ) -> tuple[list[ManifestSummary], str]:
+        """A page, newest first, and the mark to continue after it (empty at the end).
+
+        Raises:
+            InvalidField: kind, limit or mark is wrong.
+        """
+        catalog.check_kind(kind, optional=True)
+        if not 0 < limit <= LIST_MAX:
+            raise InvalidField("page_size", limit, f"use 1 to {LIST_MAX}")
+        if before and not (before.isascii() and before.isdigit() and len(before) < 19):
+            raise InvalidField("page_token", before, "use the token of the page before")
+        records = await self._store.list_manifests(
+            model=model, kind=kind, limit=limit, before=int(before or 0)
+        )
+        tags = await self._store.tags_of([record.digest for record in records])
+        rest = str(records[-1].sequence) if len(records) == limit else ""
+        return [_summary(r, tags.get(r.digest, ())) for r in records], rest
+
+    async def verify(self, digest: str) -> Verification:
+        """Read every stored byte of an artifact again and compare it with the manifest.
+
+        A file whose content is not its name's is taken out of the byte store, so that it is
+        neither served nor taken for present. Raises NotFound, InvalidField.
+        """
+        manifest = await self.get_manifest(digest)
+        found = Verification(digest, await self._blobs.inspect(manifest, content=True))
+        self._tally.count("verifications", outcome="ok" if found.ok else "corrupt")
+        for check in found.files:
+            if check.problem:
+                log.error(
+                    "stored bytes are wrong", extra={"path": check.path, "why": check.problem}
+                )
+        return found
+
+    # ------------------------------------------------------------------------------------ tags
+
+    async def set_tag(
+        self, name: str, digest: str, *, expected_digest: str = "", force: bool = False
+    ) -> Tag:
+        """Compare-and-set. Raises Conflict when another digest is found, NotFound, InvalidField."""
+        catalog.check_tag_name(name)
+        check_digest(digest)
+        if expected_digest:
+            check_digest(expected_digest, where="expected_digest")
+        try:
+            return await self._store.set_tag(
+                name,
+                digest,
+                expected_digest=expected_digest,
+                force=force,
+                now_s=self._clock.wall_s(),
+            )
+        except Conflict:
+            self._tally.count("conflicts", what="tag")
+            raise
+
+    async def list_tags(self, name: str = "") -> list[Tag]:
+        """Current tags, or the history of one, newest first. Raises NotFound for an unknown one."""
+        if not name:
+            return await self._store.list_tags()
+        history = await self._store.tag_history(catalog.check_tag_name(name))
+        if not history:
+            raise NotFound("tag", name, "list the tags there are")
+        return history
+
+    async def resolve(
+        self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
+    ) -> Manifest:
+        """By digest, tag or model name, in this order; of a model, the newest that meets the need.
+
+        Raises:
+            NotFound: nothing has that name.
+            IdentityMismatch: every candidate differs from the need; the fields are named.
+            InvalidField: reference, kind or a field of the need is wrong.
+        """
+        try:
+            manifest = await self._resolve(reference, kind=kind, need=dict(need or {}))
+        except NotFound:
+            self._tally.count("resolves", outcome="unknown")
+            raise
+        except IdentityMismatch:
+            self._tally.count("resolves", outcome="mismatch")
+            raise
+        self._tally.count("resolves", outcome="found")
+        return manifest
+
+    async def _resolve(self, reference: str, *, kind: str, need: dict[str, str]) -> Manifest:
+        catalog.check_kind(kind)
+        reference = catalog.check_reference(reference)
+        if catalog.is_digest(reference):
+            candidates = [await self.get_manifest(reference)]
+        else:
+            tag = await self._store.get_tag(reference)
+            found = (
+                [tag.digest]
+                if tag is not None
+                else [
+                    r.digest for r in await self._store.list_manifests(model=reference, kind=kind)
+                ]
+            )
+            if not found:
+                await self._say_unknown(reference, kind)
+            if not need and tag is None:
+                found = found[:1]
+            candidates = [await self.get_manifest(digest) for digest in found]
+        choice = catalog.choose(candidates, need={**need, "kind": kind})
+        if choice.manifest is None:
+            remedy = "publish an artifact with these fields, or ask for other ones"
+            raise IdentityMismatch(f"{kind} of {reference!r}", choice.reasons, remedy)
+        return choice.manifest
+
+    async def _say_unknown(self, reference: str, kind: str) -> None:
+        others = await self._store.list_manifests(model=reference, limit=1)
+        if others:
+            remedy = f"it has {others[0].kind}, but no {kind}; publish one"
+            raise NotFound(f"{kind} of model", reference, remedy)
+        raise NotFound("artifact", reference, "give a digest, a tag or a model that was published")
+
+    # ------------------------------------------------------------------- sources and transfers
+
+    async def announce_source(self, source: Source) -> float:
+        """See `Fetching.announce`."""
+        return await self._fetching.announce(source)
+
+    async def withdraw_source(self, source_id: str, *, reason: str = "") -> None:
+        """See `Fetching.withdraw`."""
+        await self._fetching.withdraw(source_id, reason=reason)
+
+    async def plan_fetch(
+        self, digest: str, *, worker_id: str, incarnation: str, node: str
+    ) -> FetchPlan:
+        """See `Fetching.plan`."""
+        return await self._fetching.plan(
+            digest, worker_id=worker_id, incarnation=incarnation, node=node
+        )
+
+    async def acquire_transfer(
+        self, source_id: str, digest: str, *, worker_id: str, incarnation: str, request_id: str
+    ) -> Transfer:
+        """See `Fetching.acquire`."""
+        return await self._fetching.acquire(
+            source_id,
+            digest,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            request_id=request_id,
+        )
+
+    async def release_transfer(
+        self, transfer_id: str, *, transferred_bytes: int, elapsed_s: float, failure: str = ""
+    ) -> bool:
+        """See `Fetching.release`."""
+        return await self._fetching.release(
+            transfer_id,
+            transferred_bytes=transferred_bytes,
+            elapsed_s=elapsed_s,
+            failure=failure,
+        )
+
+    async def counts(self) -> tuple[int, int]:
+        """(live sources, readers' places taken) now, for the gauges."""
+        return await self._live.count()
+
+
+def _bounded(reasons: tuple[str, ...] | list[str]) -> list[str]:
+    shown = list(reasons[:REASONS_MAX])
+    return shown + (
+        [f"and {len(reasons) - REASONS_MAX} more"] if len(reasons) > REASONS_MAX else []
+    )
+
+
+def _summary(record: ManifestRecord, tags: tuple[str, ...]) -> ManifestSummary:
+    return ManifestSummary(
+        digest=record.digest,
+        kind=record.kind,
+        model=record.model,
+        size_bytes=record.size_bytes,
+        file_count=record.file_count,
+        tensor_count=record.tensor_count,
+        created_s=record.created_s,
+        tags=tags,
+    )

@@ -1,0 +1,373 @@
+"""Who can give these bytes to whom, at what cost, and what a report of a transfer means. Pure.
+
+Owns the order of sources for one target (R8.2, R8.4), the reasons for each place, the moving
+averages of measured bandwidth, and the verdict on a source after a report (R9.2). Handed to the
+service; live facts come from the live store, whose clock alone judges what has expired.
+
+The predicted seconds of a source with bandwidth B, m places and r readers, for S bytes:
+
+- a place is free: S * (r + 1) / B, since the readers share the source;
+- all taken: the next place frees after about T * m / (m + 1) with T = S * m / B (m transfers at
+  even phases have all but 1/(m + 1) of one behind them), and then the transfer takes T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from readyplane.core.startup import WeightTier
+
+STORAGE_PREFIX = "storage:"
+FILES = "file:"
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """A measured rate: moving average, best seen, and how many transfers speak for it."""
+
+    mean_bytes_per_s: float = 0.0
+    best_bytes_per_s: float = 0.0
+    samples: int = 0
+
+
+UNMEASURED = Bandwidth()
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePolicy:
+    """What the ranking assumes and bounds.
+
+    Attributes:
+        prior_bytes_per_s: assumed rate of a tier until a transfer has measured it. Deliberately
+            modest and alike: nothing is assumed fast because of its name, it is measured.
+        same_node_factor: how much faster a source on the target's own node is assumed to be.
+        slower_than_storage_max: a measured peer slower than storage by more than this is left out.
+        sample_bytes_min: shorter transfers say more about latency than about bandwidth.
+        weight: share of a new sample in the moving average.
+        quarantine_s: how long a source that gave wrong bytes is not offered.
+        dead_s: how long a source that did not answer is not offered.
+        slow_s: how long a source that its reader found too slow is not offered.
+        accusations_max: a reader that accuses more sources than this is itself the suspect.
+    """
+
+    prior_bytes_per_s: Mapping[WeightTier, float]
+    same_node_factor: float = 1.5
+    slower_than_storage_max: float = 4.0
+    sample_bytes_min: int = 1024 * 1024
+    weight: float = 0.3
+    quarantine_s: float = 120.0
+    dead_s: float = 10.0
+    slow_s: float = 10.0
+    accusations_max: int = 2
+
+
+PRIOR_BYTES_PER_S: Mapping[WeightTier, float] = {
+    WeightTier.L0_PEER_GPU: 1.0e9,
+    WeightTier.L1_HOST: 1.0e9,
+    WeightTier.L2_NVME: 1.0e9,
+    WeightTier.L3_RACK: 0.5e9,
+    WeightTier.L4_OBJECT: 0.3e9,
+    WeightTier.UNKNOWN: 0.1e9,
+}
+DEFAULT_POLICY = SourcePolicy(prior_bytes_per_s=PRIOR_BYTES_PER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One source as the live store sees it now.
+
+    Attributes:
+        storage: the registry's own byte store, the last fallback.
+        announced_bytes_per_s: what the source says of itself; 0 when it says nothing.
+        measured: what transfers from this very source have shown.
+        announced_ago_s: since this incarnation's first announcement.
+        expires_in_s: negative when the announcement has run out; None for storage.
+        barred: why it must not be offered (quarantined, dead); empty when it may.
+        barred_for_s: for how much longer.
+    """
+
+    source_id: str
+    tier: WeightTier
+    url: str
+    worker_id: str = ""
+    incarnation: str = ""
+    node: str = ""
+    storage: bool = False
+    announced_bytes_per_s: float = 0.0
+    measured: Bandwidth = UNMEASURED
+    readers: int = 0
+    readers_max: int = 2
+    announced_ago_s: float = 0.0
+    expires_in_s: float | None = None
+    barred: str = ""
+    barred_for_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Who wants the bytes."""
+
+    worker_id: str
+    incarnation: str
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A source at its place: predicted seconds in all, the wait in it, and the reason.
+
+    `bound_s` is R7.1: size over the best bandwidth ever measured here, None if none was.
+    """
+
+    candidate: Candidate
+    predicted_s: float
+    wait_s: float
+    bandwidth_bytes_per_s: float
+    bound_s: float | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Sources best first, and who was left out with the reason."""
+
+    sources: tuple[Ranked, ...]
+    excluded: tuple[str, ...]
+
+
+def rank(
+    candidates: Iterable[Candidate],
+    *,
+    target: Target,
+    size_bytes: int,
+    tiers: Mapping[WeightTier, Bandwidth],
+    policy: SourcePolicy = DEFAULT_POLICY,
+) -> Ranking:
+    """Order the sources for one target; the same facts give the same order.
+
+    Peers come by predicted seconds, storage always comes last (a peer that can give saves the
+    store's bytes), and is left out only when it says itself that it has not the bytes.
+    """
+    excluded: list[str] = []
+    usable: list[Candidate] = []
+    newest = _newest_by_url(candidates_ := sorted(candidates, key=lambda c: c.source_id))
+    for candidate in candidates_:
+        reason = _reason_against(candidate, target, newest)
+        if reason:
+            excluded.append(f"{candidate.source_id}: {reason}")
+        else:
+            usable.append(candidate)
+    placed = [_predict(c, target, size_bytes, tiers, policy) for c in usable]
+    placed.sort(key=lambda r: (r.candidate.storage, r.predicted_s, r.candidate.source_id))
+    placed, slow = _without_slow(placed, policy)
+    excluded.extend(slow)
+    return Ranking(
+        tuple(replace(r, why=f"place {n}: {r.why}") for n, r in enumerate(placed, start=1)),
+        tuple(excluded),
+    )
+
+
+def _newest_by_url(candidates: Sequence[Candidate]) -> dict[str, str]:
+    """Of several live records at one address only the latest can be the process there (B144)."""
+    newest: dict[str, Candidate] = {}
+    for candidate in candidates:
+        if candidate.url.startswith(FILES):  # a folder is shared by all processes of a node
+            continue
+        if candidate.expires_in_s is not None and candidate.expires_in_s <= 0:
+            continue
+        held = newest.get(candidate.url)
+        if held is None or candidate.announced_ago_s < held.announced_ago_s:
+            newest[candidate.url] = candidate
+    return {url: candidate.source_id for url, candidate in newest.items()}
+
+
+def _reason_against(candidate: Candidate, target: Target, newest: Mapping[str, str]) -> str:
+    if candidate.worker_id and candidate.worker_id == target.worker_id:
+        return "it is the target itself" + (
+            "" if candidate.incarnation == target.incarnation else ", an earlier life of it"
+        )
+    if candidate.incarnation and candidate.incarnation == target.incarnation:
+        return "it is the target itself"
+    if candidate.expires_in_s is not None and candidate.expires_in_s <= 0:
+        return f"its announcement expired {-candidate.expires_in_s:.1f} s ago"
+    if candidate.barred:
+        return f"{candidate.barred}; offered again in {candidate.barred_for_s:.0f} s"
+    if candidate.url.startswith(FILES) and candidate.node != target.node:
+        return f"its files lie on node {candidate.node or 'unknown'}, the target is elsewhere"
+    owner = newest.get(candidate.url, candidate.source_id)
+    if owner != candidate.source_id:
+        return f"its address now belongs to {owner}"
+    return ""
+
+
+def _predict(
+    candidate: Candidate,
+    target: Target,
+    size_bytes: int,
+    tiers: Mapping[WeightTier, Bandwidth],
+    policy: SourcePolicy,
+) -> Ranked:
+    rate, whence = _bandwidth(candidate, target, tiers, policy)
+    places, readers = max(1, candidate.readers_max), candidate.readers
+    if readers < places:
+        wait_s, transfer_s = 0.0, size_bytes * (readers + 1) / rate
+        queue = f"{readers} of {places} readers, no wait"
+    else:
+        transfer_s = size_bytes * places / rate
+        wait_s = transfer_s * places / (places + 1)
+        queue = f"all {places} places taken, a wait of about {wait_s:.2f} s"
+    best = (
+        candidate.measured.best_bytes_per_s
+        or tiers.get(candidate.tier, UNMEASURED).best_bytes_per_s
+    )
+    bound_s = size_bytes / best if best > 0 else None
+    bound = (
+        "no bound measured yet"
+        if bound_s is None
+        else f"bound {bound_s:.2f} s at the best measured {best / 1e6:.0f} MB/s"
+    )
+    predicted_s = wait_s + transfer_s
+    kind = "storage, the last fallback" if candidate.storage else f"tier {candidate.tier}"
+    why = (
+        f"{kind}, {predicted_s:.2f} s for {size_bytes / 1e6:.1f} MB: {queue}, "
+        f"{rate / 1e6:.0f} MB/s {whence}; {bound}"
+    )
+    return Ranked(candidate, predicted_s, wait_s, rate, bound_s, why)
+
+
+def _bandwidth(
+    candidate: Candidate,
+    target: Target,
+    tiers: Mapping[WeightTier, Bandwidth],
+    policy: SourcePolicy,
+) -> tuple[float, str]:
+    """Bytes per second of the source and where the figure comes from, most telling first."""
+    own = candidate.measured
+    if own.samples and own.mean_bytes_per_s > 0:
+        return own.mean_bytes_per_s, f"measured here ({own.samples} transfers)"
+    near = bool(candidate.node) and candidate.node == target.node
+    factor = policy.same_node_factor if near else 1.0
+    note = f", same node counted {factor:g}x" if near else ""
+    tier = tiers.get(candidate.tier, UNMEASURED)
+    if tier.samples and tier.mean_bytes_per_s > 0:
+        return (
+            tier.mean_bytes_per_s * factor,
+            f"measured in tier {candidate.tier} ({tier.samples} transfers){note}",
+        )
+    if candidate.announced_bytes_per_s > 0:
+        return candidate.announced_bytes_per_s * factor, f"by its own word{note}"
+    return (
+        policy.prior_bytes_per_s[candidate.tier] * factor,
+        f"assumed for tier {candidate.tier} until measured{note}",
+    )
+
+
+def _without_slow(placed: list[Ranked], policy: SourcePolicy) -> tuple[list[Ranked], list[str]]:
+    """Leave out peers whose *measured* rate is far below storage's measured one."""
+    storage = [r.bandwidth_bytes_per_s for r in placed if r.candidate.storage]
+    measured = any(r.candidate.storage and r.candidate.measured.samples for r in placed)
+    if not storage or not measured:
+        return placed, []
+    floor = max(storage) / policy.slower_than_storage_max
+    kept: list[Ranked] = []
+    slow: list[str] = []
+    for ranked in placed:
+        mine = ranked.candidate
+        if mine.storage or not mine.measured.samples or ranked.bandwidth_bytes_per_s >= floor:
+            kept.append(ranked)
+        else:
+            slow.append(
+                f"{mine.source_id}: its measured {ranked.bandwidth_bytes_per_s / 1e6:.0f} MB/s is "
+                f"less than storage's {max(storage) / 1e6:.0f} MB/s by more than "
+                f"{policy.slower_than_storage_max:g}x"
+            )
+    return kept, slow
+
+
+def sample(
+    *,
+    transferred_bytes: int,
+    elapsed_s: float,
+    readers_before: int,
+    readers_after: int,
+    policy: SourcePolicy = DEFAULT_POLICY,
+) -> float | None:
+    """The source's whole rate in bytes/s that one transfer shows; None when it shows nothing.
+
+    A reader that shared the source saw its share only, so its rate counts times the readers there
+    were on average (itself included).
+    """
+    if transferred_bytes < policy.sample_bytes_min or elapsed_s <= 0:
+        return None
+    readers = max(1.0, (readers_before + readers_after) / 2)
+    rate = transferred_bytes / elapsed_s * readers
+    return rate if math.isfinite(rate) else None
+
+
+def learn(known: Bandwidth, rate_bytes_per_s: float, *, weight: float) -> Bandwidth:
+    """The bandwidth after one more sample; the live store's scripts do the same arithmetic."""
+    if known.samples == 0:
+        return Bandwidth(rate_bytes_per_s, rate_bytes_per_s, 1)
+    return Bandwidth(
+        known.mean_bytes_per_s + weight * (rate_bytes_per_s - known.mean_bytes_per_s),
+        max(known.best_bytes_per_s, rate_bytes_per_s),
+        known.samples + 1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a report means for the source: barred for a while with a reason, or nothing."""
+
+    outcome: str
+    bar_s: float = 0.0
+    reason: str = ""
+
+    @property
+    def quarantine(self) -> bool:
+        """True when the source gave wrong bytes and is believed to have done so."""
+        return self.outcome == "corrupt" and self.bar_s > 0
+
+
+FAILURES = ("dead", "slow", "corrupt")
+
+
+def judge(
+    failure: str,
+    *,
+    storage: bool,
+    accused_before: int,
+    policy: SourcePolicy = DEFAULT_POLICY,
+) -> Verdict:
+    """What to do with a source after a reader's report.
+
+    Args:
+        failure: empty, or `dead`, `slow`, `corrupt`, each with a detail after a colon.
+        storage: the registry's own store is never barred: it is the last fallback, and it can be
+            verified at home.
+        accused_before: how many other sources this reader has called corrupt lately. A reader
+            that finds all the world corrupt is more likely the faulty one.
+    """
+    kind, _, detail = failure.partition(":")
+    kind, detail = kind.strip(), " ".join(detail.split())[:200]
+    told = f" ({detail})" if detail else ""
+    if not failure:
+        return Verdict("ok")
+    if kind not in FAILURES:
+        return Verdict("other")
+    if storage:
+        return Verdict(kind)
+    if kind == "corrupt":
+        if accused_before >= policy.accusations_max:
+            return Verdict("disbelieved")
+        return Verdict(kind, policy.quarantine_s, f"quarantined for wrong bytes{told}")
+    if kind == "dead":
+        return Verdict(kind, policy.dead_s, f"it did not answer{told}")
+    return Verdict(kind, policy.slow_s, f"its reader found it too slow{told}")
+
+
+def is_storage(source_id: str) -> bool:
+    """True for the source id of a registry's own byte store."""
+    return source_id.startswith(STORAGE_PREFIX)

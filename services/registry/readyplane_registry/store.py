@@ -1,0 +1,195 @@
+"""Where manifests and tags are kept: the port, and its memory twin for tests and the simulator.
+
+Owns the promises of the catalogue's store: a manifest never changes and never goes, a tag moves by
+compare-and-set and keeps its history. Handed to the service; `postgres` keeps the same promises,
+and one contract suite holds both to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from readyplane.core.errors import Conflict, NotFound
+from readyplane.core.identity import Manifest, parse
+from readyplane.ports import Tag
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestRecord:
+    """One stored manifest: a line about it, and (when asked for) its canonical document.
+
+    Attributes:
+        sequence: place in the order of publication, 1 for the first; given by the store.
+        created_s: wall clock of the registry that stored it, seconds since the epoch.
+        document: canonical bytes whose sha256 is the digest; empty in lists.
+    """
+
+    digest: str
+    kind: str
+    model: str
+    size_bytes: int
+    file_count: int
+    tensor_count: int
+    created_s: float
+    sequence: int = 0
+    document: bytes = b""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest itself."""
+        return Manifest.from_document(parse(self.document, where="manifest"))
+
+
+def record_of(manifest: Manifest, document: bytes, *, now_s: float) -> ManifestRecord:
+    """The record of a manifest that is about to be stored."""
+    return ManifestRecord(
+        digest=manifest.digest,
+        kind=str(manifest.kind),
+        model=manifest.model,
+        size_bytes=manifest.size_bytes,
+        file_count=len(manifest.files),
+        tensor_count=len(manifest.tensors),
+        created_s=now_s,
+        document=document,
+    )
+
+
+class CatalogStore(Protocol):
+    """Manifests by digest, and tags with their history."""
+
+    async def put_manifest(self, record: ManifestRecord) -> tuple[ManifestRecord, bool]:
+        """Store it, or find it stored: (the record as stored, True when this call stored it).
+
+        Of many identical calls exactly one gets True, and all get the same record (B113).
+        """
+        ...
+
+    async def get_manifest(self, digest: str) -> ManifestRecord | None:
+        """The record with its document."""
+        ...
+
+    async def list_manifests(
+        self, *, model: str = "", kind: str = "", limit: int = 1000, before: int = 0
+    ) -> list[ManifestRecord]:
+        """Newest first, without documents; `before` continues below a sequence."""
+        ...
+
+    async def set_tag(
+        self, name: str, digest: str, *, expected_digest: str, force: bool, now_s: float
+    ) -> Tag:
+        """Point the tag at a stored digest, if it points where the caller believes.
+
+        Empty `expected_digest` means that the tag must not exist yet. A tag that points there
+        already is returned as it is.
+
+        Raises:
+            Conflict: the tag points elsewhere. NotFound: no such manifest.
+        """
+        ...
+
+    async def get_tag(self, name: str) -> Tag | None:
+        """Where the tag points now."""
+        ...
+
+    async def list_tags(self) -> list[Tag]:
+        """Every tag as it points now, the latest change first."""
+        ...
+
+    async def tag_history(self, name: str) -> list[Tag]:
+        """Every place the tag has pointed at, newest first."""
+        ...
+
+    async def tags_of(self, digests: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Names that point at each of these digests now, sorted; digests without are left out."""
+        ...
+
+
+def tag_conflict(name: str, expected_digest: str, found: str) -> Conflict:
+    """The error of a writer that came second."""
+    return Conflict(
+        f"tag {name!r}",
+        expected_digest or "no such tag",
+        found or "no such tag",
+        "read the tag again and repeat with what it points at now, or force it",
+    )
+
+
+def unknown_manifest(digest: str) -> NotFound:
+    """The error for a digest that was never published here."""
+    return NotFound("manifest", digest, "publish it first, or list what there is")
+
+
+class MemoryCatalog:
+    """The twin of `PostgresCatalog`; each call runs without a break, so it is atomic."""
+
+    def __init__(self) -> None:
+        self._manifests: dict[str, ManifestRecord] = {}
+        self._history: dict[str, list[Tag]] = {}
+        self._changes: list[str] = []
+
+    async def put_manifest(self, record: ManifestRecord) -> tuple[ManifestRecord, bool]:
+        """See `CatalogStore`."""
+        held = self._manifests.get(record.digest)
+        if held is not None:
+            return held, False
+        stored = replace(record, sequence=len(self._manifests) + 1)
+        self._manifests[record.digest] = stored
+        return stored, True
+
+    async def get_manifest(self, digest: str) -> ManifestRecord | None:
+        """See `CatalogStore`."""
+        return self._manifests.get(digest)
+
+    async def list_manifests(
+        self, *, model: str = "", kind: str = "", limit: int = 1000, before: int = 0
+    ) -> list[ManifestRecord]:
+        """See `CatalogStore`."""
+        found = [
+            replace(record, document=b"")
+            for record in reversed(self._manifests.values())
+            if model in {"", record.model}
+            and kind in {"", record.kind}
+            and (not before or record.sequence < before)
+        ]
+        return found[:limit]
+
+    async def set_tag(
+        self, name: str, digest: str, *, expected_digest: str, force: bool, now_s: float
+    ) -> Tag:
+        """See `CatalogStore`."""
+        if digest not in self._manifests:
+            raise unknown_manifest(digest)
+        history = self._history.get(name, [])
+        found = history[-1].digest if history else ""
+        if history and found == digest:
+            return history[-1]
+        if not force and found != expected_digest:
+            raise tag_conflict(name, expected_digest, found)
+        tag = Tag(name, digest, len(history) + 1, now_s)
+        self._history[name] = [*history, tag]
+        self._changes = [*(n for n in self._changes if n != name), name]
+        return tag
+
+    async def get_tag(self, name: str) -> Tag | None:
+        """See `CatalogStore`."""
+        history = self._history.get(name)
+        return history[-1] if history else None
+
+    async def list_tags(self) -> list[Tag]:
+        """See `CatalogStore`."""
+        return [self._history[name][-1] for name in reversed(self._changes)]
+
+    async def tag_history(self, name: str) -> list[Tag]:
+        """See `CatalogStore`."""
+        return list(reversed(self._history.get(name, [])))
+
+    async def tags_of(self, digests: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """See `CatalogStore`."""
+        wanted = set(digests)
+        found: dict[str, list[str]] = {}
+        for name, history in sorted(self._history.items()):
+            if history[-1].digest in wanted:
+                found.setdefault(history[-1].digest, []).append(name)
+        return {digest: tuple(names) for digest, names in found.items()}
