@@ -68,6 +68,7 @@ from readyplane.wire.router import (
 )
 from readyplane.wire.scalars import (
     duration,
+    object_of,
     seconds_of,
     timestamp,
 )
@@ -140,6 +141,7 @@ __all__ = [
     "manifest_to_json",
     "model_signals_from_proto",
     "model_signals_to_proto",
+    "object_of",
     "order_from_proto",
     "order_to_proto",
     "pair_from_proto",

@@ -110,6 +110,8 @@ def error_from_rpc(
     if code is grpc.StatusCode.UNAVAILABLE:
         remedy = "check that it runs and listens on that address"
         return Unavailable(f"{where} cannot be reached ({text})", remedy)
+    if code is grpc.StatusCode.CANCELLED:
+        return Unavailable(f"{where} ended the call ({text})", "ask again")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unavailable(f"{where} did not answer in time ({text})", "ask again, or later")
     if code is grpc.StatusCode.UNAUTHENTICATED:

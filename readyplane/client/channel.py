@@ -1,0 +1,182 @@
+"""One channel to one service: deadlines, token, trace context, and core errors instead of status.
+
+Owned by the clients beside it. A channel is opened at the first call, in the caller's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import grpc
+import grpc.aio
+
+from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
+from readyplane.kit import telemetry
+from readyplane.kit.auth import token_metadata
+from readyplane.kit.clock import Clock, SystemClock
+from readyplane.wire.errors import error_from_rpc
+
+M = TypeVar("M")
+CALL_TIMEOUT_S = 5.0
+RECONNECT_FIRST_S = 0.1
+RECONNECT_MAX_S = 2.0
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_metadata_size", 32 * 1024),
+    ("grpc.absolute_max_metadata_size", 64 * 1024),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A service that was restarted is found again within seconds, not minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", int(RECONNECT_MAX_S * 1000)),
+    # The services of one system are never behind a forward proxy of the environment.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def new_id() -> str:
+    """A fresh id for a call that changes something."""
+    return uuid4().hex
+
+
+class ServiceClient:
+    """What the four clients share.
+
+    Args:
+        address: `host:port` of the service. token: the shared token, empty for none.
+        timeout_s: bound of one call. clock: whose readings ages are turned into.
+        make_id: source of request ids.
+    """
+
+    service = "service"
+
+    def __init__(
+        self,
+        address: str,
+        token: str = "",
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        clock: Clock | None = None,
+        make_id: Callable[[], str] = new_id,
+    ) -> None:
+        if not address:
+            remedy = f"give the gRPC address of the {self.service} as host:port"
+            raise InvalidField(self.service, address, remedy)
+        self.address = address
+        self.timeout_s = timeout_s
+        self._clock: Clock = clock or SystemClock()
+        self._make_id = make_id
+        self._token = token_metadata(token)
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+
+    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
+        raise NotImplementedError
+
+    @property
+    def stub(self) -> Any:
+        """The generated stub over this client's channel."""
+        if self._stub is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
+            self._stub = self._make_stub(self._channel)
+        return self._stub
+
+    async def aclose(self) -> None:
+        """Close the channel; calls in flight end."""
+        channel, self._channel, self._stub = self._channel, None, None
+        if channel is not None:
+            await channel.close()
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What travels with every call."""
+        if telemetry.tracing_on():
+            return (*self._token, *telemetry.inject())
+        return self._token
+
+    def error(self, error: grpc.RpcError) -> ReadyplaneError:
+        """The core error of a failed call, naming service and address if it never got there."""
+        return error_from_rpc(error, service=f"the {self.service}", address=self.address)
+
+    async def call(
+        self, name: str, build: Callable[[], Any], timeout_s: float | None = None
+    ) -> Any:
+        """One unary call.
+
+        Args:
+            name: of the rpc. build: makes the request. timeout_s: overrides the default bound.
+
+        Raises:
+            ReadyplaneError: what the service raised; `Unavailable` when it cannot be reached;
+                `InvalidField` when a value does not fit the message.
+        """
+        request = built(name, build)
+        try:
+            return await getattr(self.stub, name)(
+                request, timeout=timeout_s or self.timeout_s, metadata=self.metadata()
+            )
+        except grpc.RpcError as error:
+            raise self.error(error) from error
+
+    async def follow(
+        self, name: str, request: Any, read: Callable[[Any], M], degraded: Callable[[str], M]
+    ) -> AsyncIterator[M]:
+        """Values of a server stream, for ever: when it breaks, `degraded(why)` once, then again.
+
+        Raises:
+            ReadyplaneError: what asking again cannot mend (a token, a wrong request).
+        """
+        pause_s = RECONNECT_FIRST_S
+        told = False
+        while True:
+            call = getattr(self.stub, name)(request, metadata=self.metadata())
+            why = "the stream ended"
+            try:
+                async for message in call:
+                    pause_s, told = RECONNECT_FIRST_S, False
+                    yield read(message)
+            except grpc.RpcError as error:
+                fault = self.error(error)
+                if not isinstance(fault, Unavailable):
+                    raise fault from error
+                why = str(fault)
+            finally:
+                call.cancel()
+            if not told:
+                told = True
+                yield degraded(why)
+            await self._clock.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(RECONNECT_MAX_S, pause_s * 2)
+
+
+def built(name: str, build: Callable[[], M]) -> M:
+    """The request, or which value does not fit it.
+
+    Raises:
+        InvalidField: a number beyond its range, a wrong type, text that is not valid Unicode.
+    """
+    try:
+        return build()
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidField(
+            f"{name} request", str(error), "use values that fit the field"
+        ) from error
+
+
+async def status_of(call: Any) -> grpc.aio.AioRpcError:
+    """The status of a stream that has ended, as the error that reading it would have raised."""
+    code, details = await call.code(), await call.details()
+    initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
+    return grpc.aio.AioRpcError(code, initial, trailing, details)
+
+
+RPC_ENDED = (grpc.RpcError, asyncio.InvalidStateError)
+"""What writing to or reading from a stream raises once it has ended."""

@@ -1,0 +1,176 @@
+"""The registry over gRPC: implements `readyplane.ports.Registry`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc.aio
+
+from readyplane import wire
+from readyplane.client.channel import ServiceClient
+from readyplane.core.errors import IdentityMismatch
+from readyplane.core.identity import Manifest, canonical
+from readyplane.ports import FetchPlan, ManifestSummary, Source, Tag, Transfer
+from readyplane.v1 import registry_pb2 as pb
+from readyplane.v1 import registry_pb2_grpc
+
+PUBLISH_TIMEOUT_S = 120.0
+PAGE_SIZE = 500
+PAGES_MAX = 1_000
+
+
+class RegistryClient(ServiceClient):
+    """`readyplane.ports.Registry` over gRPC."""
+
+    service = "registry"
+
+    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
+        return registry_pb2_grpc.RegistryStub(channel)
+
+    async def publish_manifest(
+        self, document: Mapping[str, Any], *, bytes_elsewhere: bool = False
+    ) -> tuple[str, bool]:
+        """Store a manifest; the registry checks its bytes, which may take a while."""
+        response: pb.PublishManifestResponse = await self.call(
+            "PublishManifest",
+            lambda: pb.PublishManifestRequest(
+                request_id=self._make_id(),
+                manifest_json=canonical(document, where="manifest").decode(),
+                bytes_elsewhere=bytes_elsewhere,
+            ),
+            PUBLISH_TIMEOUT_S,
+        )
+        return response.digest, response.created
+
+    async def get_manifest(self, digest: str) -> Manifest:
+        """One manifest, checked against the digest that was asked for."""
+        response: pb.GetManifestResponse = await self.call(
+            "GetManifest", lambda: pb.GetManifestRequest(digest=digest)
+        )
+        return _checked(response.manifest_json, digest)
+
+    async def list_manifests(self, *, model: str = "", kind: str = "") -> list[ManifestSummary]:
+        """Newest first, all pages."""
+        found: list[ManifestSummary] = []
+        token = ""
+        for _ in range(PAGES_MAX):
+            response: pb.ListManifestsResponse = await self.call(
+                "ListManifests",
+                lambda token=token: pb.ListManifestsRequest(  # type: ignore[misc]
+                    model=model, kind=kind, page_size=PAGE_SIZE, page_token=token
+                ),
+            )
+            found += [wire.manifest_summary_from_proto(m) for m in response.manifests]
+            token = response.next_page_token
+            if not token:
+                break
+        return found
+
+    async def set_tag(
+        self, name: str, digest: str, *, expected_digest: str = "", force: bool = False
+    ) -> Tag:
+        """Compare-and-set."""
+        response: pb.SetTagResponse = await self.call(
+            "SetTag",
+            lambda: pb.SetTagRequest(
+                request_id=self._make_id(),
+                name=name,
+                digest=digest,
+                expected_digest=expected_digest,
+                force=force,
+            ),
+        )
+        return wire.tag_from_proto(response.tag)
+
+    async def list_tags(self, name: str = "") -> list[Tag]:
+        """Current tags, or the history of one, newest first."""
+        response: pb.ListTagsResponse = await self.call(
+            "ListTags", lambda: pb.ListTagsRequest(name=name)
+        )
+        return [wire.tag_from_proto(t) for t in response.tags]
+
+    async def resolve(
+        self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
+    ) -> Manifest:
+        """By digest, tag or model name."""
+        response: pb.ResolveResponse = await self.call(
+            "Resolve",
+            lambda: pb.ResolveRequest(reference=reference, kind=kind, need=dict(need or {})),
+        )
+        return _checked(response.manifest_json, response.digest)
+
+    async def announce_source(self, source: Source) -> float:
+        """Announce or refresh; returns the ttl in seconds."""
+        response: pb.AnnounceSourceResponse = await self.call(
+            "AnnounceSource",
+            lambda: pb.AnnounceSourceRequest(
+                request_id=self._make_id(), source=wire.source_to_proto(source)
+            ),
+        )
+        return wire.seconds_of(response.ttl)
+
+    async def withdraw_source(self, source_id: str, *, reason: str = "") -> None:
+        """Take a source back at once."""
+        await self.call(
+            "WithdrawSource",
+            lambda: pb.WithdrawSourceRequest(
+                request_id=self._make_id(), source_id=source_id, reason=reason
+            ),
+        )
+
+    async def plan_fetch(
+        self, digest: str, *, worker_id: str, incarnation: str, node: str
+    ) -> FetchPlan:
+        """Sources for one target, best first."""
+        response: pb.PlanFetchResponse = await self.call(
+            "PlanFetch",
+            lambda: pb.PlanFetchRequest(
+                digest=digest, worker_id=worker_id, incarnation=incarnation, node=node
+            ),
+        )
+        return wire.fetch_plan_from_proto(response)
+
+    async def acquire_transfer(
+        self, source_id: str, digest: str, *, worker_id: str, incarnation: str, request_id: str
+    ) -> Transfer:
+        """Reserve a reader's place, or renew it with the same `request_id`."""
+        response: pb.AcquireTransferResponse = await self.call(
+            "AcquireTransfer",
+            lambda: pb.AcquireTransferRequest(
+                request_id=request_id,
+                source_id=source_id,
+                digest=digest,
+                worker_id=worker_id,
+                incarnation=incarnation,
+            ),
+        )
+        return wire.transfer_from_proto(response)
+
+    async def release_transfer(
+        self, transfer_id: str, *, transferred_bytes: int, elapsed_s: float, failure: str = ""
+    ) -> bool:
+        """Give the place back; True when the source was quarantined for lying."""
+        response: pb.ReleaseTransferResponse = await self.call(
+            "ReleaseTransfer",
+            lambda: pb.ReleaseTransferRequest(
+                request_id=self._make_id(),
+                transfer_id=transfer_id,
+                transferred_bytes=transferred_bytes,
+                elapsed_duration=wire.duration(elapsed_s, "elapsed_s"),
+                failure=failure,
+            ),
+        )
+        return response.quarantined
+
+
+def _checked(text: str, digest: str) -> Manifest:
+    """Identity is content: what came back must have the digest it was named by."""
+    manifest = wire.manifest_from_json(text)
+    if manifest.digest != digest:
+        raise IdentityMismatch(
+            "manifest",
+            [f"digest: asked for {digest}, got content of {manifest.digest}"],
+            "publish it again; the registry's copy is damaged",
+        )
+    return manifest

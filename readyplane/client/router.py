@@ -1,0 +1,291 @@
+"""The router over gRPC: implements `readyplane.ports.Router`.
+
+A worker's renewals go over one Session stream; everything else is one call each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from readyplane import wire
+from readyplane.client.channel import (
+    CALL_TIMEOUT_S,
+    RECONNECT_FIRST_S,
+    RPC_ENDED,
+    ServiceClient,
+    built,
+    new_id,
+    status_of,
+)
+from readyplane.core.errors import LostLease, ReadyplaneError, StaleEpoch, Unavailable
+from readyplane.core.work import RequestEvent, RequestShape
+from readyplane.core.worker import CheckResult, Fleet, Lease, Serving, Worker, WorkerOffer
+from readyplane.kit.clock import Clock
+from readyplane.ports import (
+    GateVerdict,
+    GroupStatus,
+    Pair,
+    RankReport,
+    Renewal,
+    RenewalAnswer,
+    RouterSignals,
+)
+from readyplane.v1 import router_pb2 as pb
+from readyplane.v1 import router_pb2_grpc
+
+ROUTE_TIMEOUT_S = 60.0
+RETRY_MAX_S = 1.0
+
+
+class _Session:
+    """One worker's stream: a message is written, its answer read, before the next is written."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.stream: Any = None
+
+    def drop(self) -> None:
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.cancel()
+
+
+class RouterClient(ServiceClient):
+    """`readyplane.ports.Router` over gRPC.
+
+    Args:
+        route_timeout_s: bound of `route`, longer than the policy's bound on waiting for a pair.
+    """
+
+    service = "router"
+
+    def __init__(
+        self,
+        address: str,
+        token: str = "",
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        route_timeout_s: float = ROUTE_TIMEOUT_S,
+        clock: Clock | None = None,
+        make_id: Callable[[], str] = new_id,
+    ) -> None:
+        super().__init__(address, token, timeout_s=timeout_s, clock=clock, make_id=make_id)
+        self.route_timeout_s = route_timeout_s
+        self._sessions: dict[tuple[str, str], _Session] = {}
+
+    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
+        return router_pb2_grpc.RouterStub(channel)
+
+    async def aclose(self) -> None:
+        """Close every session and the channel."""
+        for session in self._sessions.values():
+            session.drop()
+        self._sessions.clear()
+        await super().aclose()
+
+    # ------------------------------------------------------------------ workers
+
+    async def register(self, offer: WorkerOffer) -> Lease:
+        """Grant a lease; sessions of older incarnations of this worker end."""
+        response: pb.RegisterResponse = await self.call(
+            "Register",
+            lambda: pb.RegisterRequest(
+                request_id=self._make_id(), offer=wire.worker_offer_to_proto(offer)
+            ),
+        )
+        for key in [k for k in self._sessions if k[0] == offer.worker_id]:
+            if key[1] != offer.incarnation:
+                self._sessions.pop(key).drop()
+        return wire.lease_from_proto(response.lease)
+
+    async def renew(self, renewal: Renewal) -> RenewalAnswer:
+        """Renew over the worker's stream, opening it anew while the call's bound lasts.
+
+        Raises:
+            LostLease, StaleEpoch: the lease is over; so is the stream.
+            Unavailable: no answer within `timeout_s`.
+        """
+        message = built("Session", lambda: wire.renewal_to_proto(renewal))
+        key = (renewal.worker_id, renewal.incarnation)
+        session = self._sessions.setdefault(key, _Session())
+        fault: ReadyplaneError | None = None
+        pause_s = RECONNECT_FIRST_S
+        try:
+            async with asyncio.timeout(self.timeout_s), session.turn:
+                while True:
+                    try:
+                        answer = await self._exchange(session, message)
+                        return wire.renewal_answer_from_proto(answer)
+                    except Unavailable as error:
+                        fault = error
+                    await self._clock.sleep(pause_s)
+                    pause_s = min(RETRY_MAX_S, pause_s * 2)
+        except TimeoutError:
+            raise fault or Unavailable(
+                f"the router at {self.address} did not answer a renewal within {self.timeout_s} s",
+                "check that it runs; the next renewal repairs a lost one",
+            ) from None
+        except (LostLease, StaleEpoch):
+            self._sessions.pop(key, None)
+            raise
+
+    async def _exchange(self, session: _Session, message: pb.SessionRequest) -> pb.SessionResponse:
+        try:
+            if session.stream is None:
+                session.stream = self.stub.Session(metadata=self.metadata())
+            stream = session.stream
+            try:
+                await stream.write(message)
+                answer = await stream.read()
+            except RPC_ENDED as error:
+                found = error if isinstance(error, grpc.RpcError) else await status_of(stream)
+                raise self.error(found) from error
+            if answer is grpc.aio.EOF:
+                found = await status_of(stream)
+                if found.code() is not grpc.StatusCode.OK:
+                    raise self.error(found)
+                what = f"the router at {self.address} ended the session"
+                raise Unavailable(what, "the next renewal opens another")
+            assert isinstance(answer, pb.SessionResponse)
+            return answer
+        except BaseException:
+            # Whatever went wrong, a late answer must never be taken for that of another message.
+            session.drop()
+            raise
+
+    async def report_rank(self, report: RankReport) -> GroupStatus:
+        """One rank's step towards the group barrier."""
+        response: pb.ReportRankResponse = await self.call(
+            "ReportRank", lambda: wire.rank_report_to_proto(report, request_id=self._make_id())
+        )
+        return wire.group_status_from_proto(response)
+
+    async def admit(
+        self,
+        worker_id: str,
+        incarnation: str,
+        epoch: int,
+        *,
+        serving: Serving,
+        checks: Sequence[CheckResult],
+    ) -> GateVerdict:
+        """Hand the gate evidence in."""
+        response: pb.AdmitResponse = await self.call(
+            "Admit",
+            lambda: pb.AdmitRequest(
+                request_id=self._make_id(),
+                worker_id=worker_id,
+                incarnation=incarnation,
+                epoch=epoch,
+                serving=wire.serving_to_proto(serving),
+                checks=[wire.check_result_to_proto(c) for c in checks],
+            ),
+        )
+        return wire.gate_verdict_from_proto(response)
+
+    async def leave(self, worker_id: str, incarnation: str, epoch: int, *, reason: str) -> None:
+        """Give the lease up and end the session."""
+        await self.call(
+            "Leave",
+            lambda: pb.LeaveRequest(
+                request_id=self._make_id(),
+                worker_id=worker_id,
+                incarnation=incarnation,
+                epoch=epoch,
+                reason=reason,
+            ),
+        )
+        session = self._sessions.pop((worker_id, incarnation), None)
+        if session is not None:
+            session.drop()
+
+    async def drain(
+        self,
+        worker_id: str,
+        *,
+        epoch: int = 0,
+        reason: str = "",
+        deadline_s: float = 300.0,
+        scale_decision_id: str = "",
+    ) -> Worker:
+        """No new assignment from now on."""
+        response: pb.DrainResponse = await self.call(
+            "Drain",
+            lambda: pb.DrainRequest(
+                request_id=self._make_id(),
+                worker_id=worker_id,
+                epoch=epoch,
+                reason=reason,
+                deadline_duration=wire.duration(deadline_s, "deadline_s"),
+                scale_decision_id=scale_decision_id,
+            ),
+        )
+        return wire.worker_from_proto(response.worker, now_s=self._clock.monotonic_s())
+
+    async def list_workers(self, model: str = "") -> Fleet:
+        """The fleet now."""
+        response: pb.ListWorkersResponse = await self.call(
+            "ListWorkers", lambda: pb.ListWorkersRequest(model=model)
+        )
+        return wire.fleet_from_proto(response.fleet, now_s=self._clock.monotonic_s())
+
+    async def watch(self, model: str = "") -> AsyncIterator[Fleet]:
+        """The fleet now and after every change; while the router is away, the last one, degraded."""
+        last = Fleet()
+
+        def read(message: pb.WatchResponse) -> Fleet:
+            nonlocal last
+            last = wire.fleet_from_proto(message.fleet, now_s=self._clock.monotonic_s())
+            return last
+
+        def degraded(why: str) -> Fleet:
+            return replace(last, degraded=why)
+
+        request = built("Watch", lambda: pb.WatchRequest(model=model))
+        async for fleet in self.follow("Watch", request, read, degraded):
+            yield fleet
+
+    # ------------------------------------------------------------------ requests
+
+    async def route(
+        self,
+        shape: RequestShape,
+        *,
+        replaces: str = "",
+        avoid: Sequence[str] = (),
+        explain: bool = False,
+        dry_run: bool = False,
+    ) -> Pair:
+        """Pick and reserve a pair."""
+        response: pb.RouteResponse = await self.call(
+            "Route",
+            lambda: wire.request_shape_to_proto(
+                shape, replaces=replaces, avoid=avoid, explain=explain, dry_run=dry_run
+            ),
+            self.route_timeout_s,
+        )
+        return wire.pair_from_proto(response)
+
+    async def complete(self, events: Sequence[RequestEvent]) -> int:
+        """Tell facts; returns how many reservations were not known."""
+        response: pb.CompleteResponse = await self.call(
+            "Complete",
+            lambda: pb.CompleteRequest(
+                request_id=self._make_id(),
+                events=[wire.request_event_to_proto(e) for e in events],
+            ),
+        )
+        return response.unknown
+
+    async def signals(self, model: str = "") -> RouterSignals:
+        """Demand, latency, queues and fleet."""
+        response: pb.GetSignalsResponse = await self.call(
+            "GetSignals", lambda: pb.GetSignalsRequest(model=model)
+        )
+        return wire.router_signals_from_proto(response, now_s=self._clock.monotonic_s())
