@@ -1,11 +1,25 @@
-"""What every test may rely on: marks by folder, seeded properties, and programs that may be absent."""
+"""What every test may rely on: marks by folder, seeded properties, stores, and absent programs."""
 
+import asyncio
+import concurrent.futures
 import os
+import re
+import secrets
 import shutil
+import socket
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+T = TypeVar("T")
 
 TESTS = Path(__file__).parent
 
@@ -55,3 +69,124 @@ def prometheus() -> Path:
 def promtool() -> Path:
     """Prometheus's checker of rules; skips the test where there is none."""
     return _program("promtool", "prometheus")
+
+
+# --------------------------------------------------------------------------- stores
+# Each test process (of pytest-xdist, too) has servers of its own, started when first asked for.
+# Imported where they are used: most tests need no server, and should not wait for its client.
+
+
+class _Loop:
+    """A loop in a thread of its own: a server outlives the loops of the tests that use it."""
+
+    START_S_MAX = 90.0
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result(self.START_S_MAX)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10.0)
+        self._loop.close()
+
+
+@pytest.fixture(scope="session")
+def _stores_loop() -> Iterator[_Loop]:
+    loop = _Loop()
+    yield loop
+    loop.close()
+
+
+def _running(loop: _Loop, server: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    started = loop.call(server.__aenter__())
+    try:
+        yield started
+    finally:
+        loop.call(server.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="session")
+def postgres_url(_stores_loop: _Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real PostgreSQL of this test process; ask for `database_url` to have an empty database."""
+    from readyplane_lab.up.postgres_server import EmbeddedPostgres
+
+    server = EmbeddedPostgres(tmp_path_factory.mktemp("postgres"), fsync=False)
+    for started in _running(_stores_loop, server):
+        yield started.url
+
+
+@pytest.fixture(scope="module")
+def database_url(
+    postgres_url: str, _stores_loop: _Loop, request: pytest.FixtureRequest
+) -> Iterator[str]:
+    """A fresh, empty database of this test module; dropped afterwards."""
+    import asyncpg
+
+    words = re.sub(r"\W+", "_", request.module.__name__.rpartition(".")[2]).lower()
+    name = f"{words[:40]}_{secrets.token_hex(4)}"
+    server = postgres_url.replace("+asyncpg", "")
+
+    async def run(*statements: str) -> None:
+        connection = await asyncpg.connect(server, timeout=10)
+        try:
+            for statement in statements:
+                await connection.execute(statement)
+        finally:
+            await connection.close()
+
+    _stores_loop.call(run(f'CREATE DATABASE "{name}" TEMPLATE template0'))
+    yield postgres_url.rpartition("/")[0] + f"/{name}"
+    _stores_loop.call(run(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)'))
+
+
+@pytest.fixture(scope="session")
+def redis_url(_stores_loop: _Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Redis-protocol server of this test process, empty at the start of every test."""
+    from readyplane_lab.up.redis_server import EmbeddedRedis
+
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    for started in _running(_stores_loop, server):
+        yield started.url
+
+
+@pytest.fixture(autouse=True)
+def _empty_redis(request: pytest.FixtureRequest) -> None:
+    if "redis_url" not in request.fixturenames:
+        return
+    url: str = request.getfixturevalue("redis_url")
+    loop: _Loop = request.getfixturevalue("_stores_loop")
+
+    loop.call(_flush(url))
+
+
+async def _flush(url: str) -> None:
+    from readyplane.kit.redis import connect
+
+    client = connect(url)
+    await client.flushall()
+    await client.aclose()
+
+
+@pytest.fixture
+async def redis_client(redis_url: str) -> "AsyncIterator[redis.asyncio.Redis]":
+    """A client of the kit, connected to an empty store."""
+    from readyplane.kit.redis import connect
+
+    await _flush(redis_url)
+    client = connect(redis_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
