@@ -181,6 +181,8 @@ def error_from_document(document: object, *, status: int = 500) -> ReadyplaneErr
 
 
 def _parameters(cls: type[ReadyplaneError]) -> tuple[str, ...]:
+    if cls.__init__ is Exception.__init__:  # no arguments of its own
+        return ()
     found = inspect.signature(cls).parameters.values()
     return tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)
 
