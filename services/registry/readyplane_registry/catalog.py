@@ -54,8 +54,13 @@ def read_document(document: object) -> tuple[Manifest, bytes]:
         InvalidField: a field is wrong; it is named with its value.
         Refused: the fields are right, but such an artifact could never be served.
     """
-    first = Manifest.from_document(document)
-    data = canonical(first.document(), where="manifest")
+    try:
+        data = canonical(Manifest.from_document(document).document(), where="manifest")
+    except RecursionError as error:
+        raise InvalidField("manifest", "nested too deeply", "use fewer levels") from error
+    except UnicodeEncodeError as error:
+        remedy = "use text that UTF-8 can carry"
+        raise InvalidField("manifest", error.object[error.start : error.end], remedy) from error
     if len(data) > MANIFEST_BYTES_MAX:
         raise InvalidField("manifest", f"{len(data)} bytes", f"stay below {MANIFEST_BYTES_MAX}")
     manifest = Manifest.from_document(parse(data, where="manifest"))
@@ -74,6 +79,14 @@ def parse_document(text: str | bytes) -> object:
     if len(text) > MANIFEST_BYTES_MAX:
         raise InvalidField("manifest", f"{len(text)} bytes", f"stay below {MANIFEST_BYTES_MAX}")
     document: object = parse(text, where="manifest")
+    return document
+
+
+def object_document(text: str | bytes) -> dict[str, Any]:
+    """JSON text as an object, strictly. Raises InvalidField as `parse_document` does."""
+    document = parse_document(text)
+    if not isinstance(document, dict):
+        raise InvalidField("manifest", document, "send a JSON object")
     return document
 
 

@@ -163,6 +163,8 @@ class RegistryService:
             InvalidField: kind, limit or mark is wrong.
         """
         catalog.check_kind(kind, optional=True)
+        if model:
+            catalog.check_reference(model)
         if not 0 < limit <= LIST_MAX:
             raise InvalidField("page_size", limit, f"use 1 to {LIST_MAX}")
         if before and not (before.isascii() and before.isdigit() and len(before) < 19):

@@ -1,0 +1,126 @@
+"""`python -m readyplane_registry`: the registry as a process.
+
+Owns the wiring of stores, use-cases and ports; everything it wires is tested without it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+
+from pydantic import Field
+
+from readyplane.core.errors import InvalidField, Unavailable
+from readyplane.kit.clock import Clock, SystemClock
+from readyplane.kit.database import async_engine, migrate
+from readyplane.kit.redis import check_eviction, connect
+from readyplane.kit.server import ServiceServer, run_service
+from readyplane.kit.settings import ServiceSettings, parse_settings
+from readyplane.kit.telemetry import metrics, setup_logging
+from readyplane_registry import api, rpc
+from readyplane_registry.blob_files import FileBlobs
+from readyplane_registry.blob_http import BlobRoutes
+from readyplane_registry.fetching import RegistryPolicy
+from readyplane_registry.metrics import PrometheusTally
+from readyplane_registry.postgres import PostgresCatalog
+from readyplane_registry.redis import RedisLive
+from readyplane_registry.service import RegistryService
+
+WATCH_EVERY_S = 5.0
+
+
+class Settings(ServiceSettings):
+    """What the registry is told beside what every service is."""
+
+    blob_dir: Path | None = Field(None, description="folder of the byte store [DATA_DIR/blobs]")
+    advertise_url: str = Field("", description="http://host:port where workers reach this registry")
+    storage_name: str = Field(
+        "registry", description="one byte store, one name, however many serve"
+    )
+    source_ttl_s: float = Field(15.0, ge=1, le=3600, description="an announcement counts so long")
+    transfer_ttl_s: float = Field(
+        15.0, ge=1, le=3600, description="a reader's place counts so long"
+    )
+    storage_readers_max: int = Field(8, ge=1, le=1024, description="readers of the byte store")
+
+    def blobs(self) -> FileBlobs:
+        """The byte store. Raises InvalidField when no folder is given, or it can't be written."""
+        folder = self.blob_dir or (self.data_dir and self.data_dir / "blobs")
+        if not folder:
+            raise InvalidField("blob_dir", "", "give --blob-dir or READYPLANE_BLOB_DIR")
+        return FileBlobs(folder)
+
+
+async def watch(
+    service: RegistryService, server: ServiceServer, tally: PrometheusTally, clock: Clock
+) -> None:
+    """Keep the gauges and the readiness: without Postgres nothing new can be answered."""
+    while True:
+        why, ok = "", True
+        try:
+            tally.live(*await service.counts())
+        except Unavailable as error:
+            why = f"degraded, only storage is offered as a source: {error}"
+        try:
+            await service.list_tags()
+        except Unavailable as error:
+            why, ok = str(error), False
+        server.set_ready(ok, why)
+        await clock.sleep(WATCH_EVERY_S)
+
+
+async def main(settings: Settings) -> None:
+    """Serve until told to stop."""
+    setup_logging("registry", settings.log_level)
+    settings.need("database_url", "redis_url")
+    blobs = settings.blobs()
+    await migrate(settings.database_url, "readyplane_registry")
+    engine, client = async_engine(settings.database_url), connect(settings.redis_url)
+    try:
+        await check_eviction(client)
+        server = ServiceServer("registry", settings)
+        tally, clock = PrometheusTally(metrics), SystemClock()
+        policy = RegistryPolicy(
+            source_ttl_s=settings.source_ttl_s,
+            transfer_ttl_s=settings.transfer_ttl_s,
+            storage_readers_max=settings.storage_readers_max,
+        )
+        service = RegistryService(
+            store=PostgresCatalog(engine),
+            live=RedisLive(client, weight=policy.ranking.weight),
+            blobs=blobs,
+            clock=clock,
+            make_id=lambda: secrets.token_hex(12),
+            storage_url=lambda: (
+                (settings.advertise_url or server.http_url).rstrip("/") + "/v1/blobs"
+            ),
+            name=settings.storage_name,
+            policy=policy,
+            tally=tally,
+        )
+        server.app.include_router(BlobRoutes(service, blobs, tally).router)
+        server.app.include_router(api.routes(service))
+        server.add_grpc(lambda grpc_server: rpc.register(grpc_server, service), rpc.FULL_NAME)
+        await server.run([lambda: watch(service, server, tally, clock)])
+    finally:
+        await client.aclose()
+        await engine.dispose()
+
+
+def run() -> None:
+    """Entry of the process."""
+    run_service(
+        lambda: main(
+            parse_settings(
+                Settings,
+                sys.argv[1:],
+                "python -m readyplane_registry",
+                "Artifacts by digest, tags that point at them, and who holds the bytes now.",
+            )
+        )
+    )
+
+
+if __name__ == "__main__":
+    run()

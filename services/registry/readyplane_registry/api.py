@@ -1,0 +1,177 @@
+"""The registry over REST: what a person, a script or a gateway asks for.
+
+Owns the shapes of the JSON answers; the use-cases and their errors are the service's, so REST and
+gRPC agree. `blob_http` serves the bytes beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import JSONResponse
+
+from readyplane.core.errors import InvalidField, UnknownField
+from readyplane.core.identity import Manifest
+from readyplane.ports import ManifestSummary, Tag
+from readyplane_registry.catalog import MANIFEST_BYTES_MAX, object_document
+from readyplane_registry.service import RegistryService
+
+PUBLISH_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["manifest"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "manifest": {"type": "object"},
+                        "bytes_elsewhere": {"type": "boolean", "default": False},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+class TagBody(BaseModel):
+    """Where a tag is to point; `expected_digest` is where the caller believes it points now."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    digest: str
+    expected_digest: str = ""
+    force: bool = False
+
+
+def routes(service: RegistryService) -> APIRouter:
+    """The routes of artifacts, tags and resolving."""
+    router = APIRouter(prefix="/v1", tags=["registry"])
+    _add_artifacts(router, service)
+    _add_tags(router, service)
+    return router
+
+
+def _add_artifacts(router: APIRouter, service: RegistryService) -> None:
+    @router.get("/artifacts")
+    async def list_artifacts(
+        model: str = "",
+        kind: str = "",
+        page_size: int = 100,
+        page_token: str = "",
+    ) -> dict[str, Any]:
+        """Manifests, newest first."""
+        found, rest = await service.list_page(
+            model=model, kind=kind, limit=page_size, before=page_token
+        )
+        return {"artifacts": [_line(summary) for summary in found], "next_page_token": rest}
+
+    @router.post("/artifacts", status_code=201, openapi_extra=PUBLISH_BODY)
+    async def publish(request: Request) -> JSONResponse:
+        """Publish a manifest whose bytes are stored: 201 when it is new, 200 when it was known."""
+        body = object_document(await _body(request))
+        for name in sorted(set(body) - {"manifest", "bytes_elsewhere"}):
+            raise UnknownField(name, body[name], "send manifest and bytes_elsewhere only")
+        document, elsewhere = body.get("manifest"), body.get("bytes_elsewhere", False)
+        if not isinstance(document, dict):
+            raise InvalidField("manifest", document, "send the manifest as an object")
+        if not isinstance(elsewhere, bool):
+            raise InvalidField("bytes_elsewhere", elsewhere, "send true or false")
+        digest, created = await service.publish_manifest(document, bytes_elsewhere=elsewhere)
+        return JSONResponse({"digest": digest, "created": created}, 201 if created else 200)
+
+    @router.get("/artifacts/{digest}")
+    async def get_artifact(digest: str) -> dict[str, Any]:
+        """One manifest."""
+        manifest, created_s = await service.dated_manifest(digest)
+        return {**_artifact(manifest), "created_s": created_s}
+
+    @router.post("/artifacts/{digest}/verify")
+    async def verify(digest: str) -> dict[str, Any]:
+        """Read every stored byte again and compare it with the manifest."""
+        found = await service.verify(digest)
+        return {"digest": digest, "ok": found.ok, "files": [asdict(file) for file in found.files]}
+
+    @router.get("/artifacts/{digest}/plan")
+    async def plan(
+        digest: str, worker_id: str = "", incarnation: str = "", node: str = ""
+    ) -> dict[str, Any]:
+        """Who could give the bytes to this worker, best first, and why."""
+        found = await service.plan_fetch(
+            digest, worker_id=worker_id, incarnation=incarnation, node=node
+        )
+        sources = [
+            {**asdict(r.source), "predicted_s": r.predicted_s, "why": r.why} for r in found.sources
+        ]
+        return {"digest": digest, "sources": sources, "excluded": list(found.excluded)}
+
+
+def _add_tags(router: APIRouter, service: RegistryService) -> None:
+    @router.get("/tags")
+    async def list_tags() -> dict[str, Any]:
+        """Every tag as it points now, the latest change first."""
+        return {"tags": [_tag(tag) for tag in await service.list_tags()]}
+
+    @router.get("/tags/{name:path}")
+    async def get_tag(name: str) -> dict[str, Any]:
+        """One tag as it points now, and where it has pointed, newest first."""
+        history = [_tag(tag) for tag in await service.list_tags(name)]
+        return {**history[0], "history": history}
+
+    @router.put("/tags/{name:path}")
+    async def set_tag(name: str, body: TagBody) -> dict[str, Any]:
+        """Point a tag by compare-and-set: of two writers one gets 409."""
+        return _tag(
+            await service.set_tag(
+                name, body.digest, expected_digest=body.expected_digest, force=body.force
+            )
+        )
+
+    @router.get("/resolve")
+    async def resolve(
+        reference: str, kind: str = "weights", need: Annotated[list[str] | None, Query()] = None
+    ) -> dict[str, Any]:
+        """A digest, tag or model name as one manifest; `need=layout=safetensors/1` narrows it."""
+        return _artifact(await service.resolve(reference, kind=kind, need=_needs(need or [])))
+
+
+def _needs(given: list[str]) -> dict[str, str]:
+    needs: dict[str, str] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or not equals or name in needs:
+            raise InvalidField("need", text, "write FIELD=VALUE, each field once")
+        needs[name] = value
+    return needs
+
+
+async def _body(request: Request) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MANIFEST_BYTES_MAX:
+            raise InvalidField("body", f"over {MANIFEST_BYTES_MAX} bytes", "send a smaller one")
+        parts.append(piece)
+    return b"".join(parts)
+
+
+def _artifact(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "digest": manifest.digest,
+        "size_bytes": manifest.size_bytes,
+        "manifest": manifest.document(),
+    }
+
+
+def _line(summary: ManifestSummary) -> dict[str, Any]:
+    return {**asdict(summary), "tags": list(summary.tags)}
+
+
+def _tag(tag: Tag) -> dict[str, Any]:
+    return asdict(tag)

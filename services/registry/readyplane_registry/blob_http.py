@@ -1,0 +1,211 @@
+"""Bytes over HTTP: ranges out, uploads in, both straight from and to the byte store.
+
+Owns the wire of `GET /v1/blobs/{digest}/{path}` (what a fetch plan's storage source points at) and
+of `/v1/blobs/sha256/{hex}` (how a publisher brings bytes). Handed to `api`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError
+from readyplane.core.identity import FileEntry
+from readyplane_registry.blob_files import FileBlobs
+from readyplane_registry.blobs import not_stored
+from readyplane_registry.fetching import Tally
+from readyplane_registry.service import RegistryService
+
+PIECE_BYTES = 1024 * 1024
+INDEXES_CACHED_MAX = 64
+OCTETS = "application/octet-stream"
+
+
+def wanted_range(header: str, size_bytes: int) -> tuple[int, int] | None:
+    """The half-open byte range of a `Range` header; None when the whole file is to be sent.
+
+    Several ranges, and units other than bytes, may be ignored by a server (RFC 9110), and are.
+
+    Raises:
+        InvalidField: no byte of the file lies in the range (416).
+    """
+    unit, _, text = header.partition("=")
+    first, dash, last = (part.strip() for part in text.strip().partition("-"))
+    if unit.strip().lower() != "bytes" or not dash or "," in text:
+        return None
+    if not all(part == "" or (part.isascii() and part.isdigit()) for part in (first, last)):
+        return None
+    if max(len(first), len(last)) > 18 or not (first or last):
+        return None
+    if first:
+        begin = int(first)
+        end = min(size_bytes, int(last) + 1) if last else size_bytes
+        if last and int(last) < begin:
+            return None
+    else:
+        begin, end = max(0, size_bytes - int(last)), size_bytes
+    if begin >= end:
+        raise InvalidField("range", header[:100], f"ask for bytes 0 to {size_bytes - 1}")
+    return begin, end
+
+
+class BlobResponse(Response):
+    """Streams part of an open file; the next piece is read while the last one is sent.
+
+    Args:
+        descriptor: read from by position and closed at the end.
+        begin, end: half-open range of bytes.
+    """
+
+    def __init__(
+        self, descriptor: int, *, begin: int, end: int, status: int, headers: dict[str, str]
+    ) -> None:
+        self._descriptor, self._begin, self._end = descriptor, begin, end
+        self.status_code = status
+        self.media_type = OCTETS
+        self.background = None
+        self.body = b""
+        self.init_headers({**headers, "content-length": str(end - begin)})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; a client that leaves ends it at the next piece."""
+        try:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            if scope["method"] != "HEAD":
+                await self._send_pieces(receive, send)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            os.close(self._descriptor)
+
+    async def _send_pieces(self, receive: Receive, send: Send) -> None:
+        at = self._begin
+        reading = self._read(at)
+        # The server drops what is sent to a client that has left, and says so only here.
+        leaving = asyncio.ensure_future(receive())
+        try:
+            while at < self._end and not leaving.done():
+                piece = await reading
+                if not piece:  # the file became shorter: break off rather than send other bytes
+                    raise EOFError(f"blob ended at {at} of {self._end} bytes")
+                at += len(piece)
+                if at < self._end:
+                    reading = self._read(at)
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        finally:
+            leaving.cancel()
+            await asyncio.wait([reading])  # the descriptor stays open while a thread reads
+
+    def _read(self, at: int) -> asyncio.Future[bytes]:
+        size = min(PIECE_BYTES, self._end - at)
+        return asyncio.get_running_loop().run_in_executor(
+            None, os.pread, self._descriptor, size, at
+        )
+
+
+class BlobRoutes:
+    """The routes; `router` is included by `api`."""
+
+    def __init__(self, service: RegistryService, blobs: FileBlobs, tally: Tally) -> None:
+        self._service, self._blobs, self._tally = service, blobs, tally
+        self._indexes: OrderedDict[str, dict[str, FileEntry]] = OrderedDict()
+        self.router = APIRouter(prefix="/v1/blobs", tags=["bytes"])
+        add = self.router.add_api_route
+        named = {"response_class": Response, "responses": {200: {"content": {OCTETS: {}}}}}
+        add("/sha256/{hex}", self.get_blob, methods=["GET", "HEAD"], **named)  # type: ignore[arg-type]
+        add("/sha256/{hex}", self.put_blob, methods=["PUT"])
+        add("/{digest}/{path:path}", self.get_file, methods=["GET", "HEAD"], **named)  # type: ignore[arg-type]
+
+    async def get_file(self, digest: str, path: str, request: Request) -> Response:
+        """Bytes of one file of an artifact; `Range` gives 206, outside of the file 416."""
+        entry = (await self._index(digest)).get(path)
+        if entry is None:
+            raise NotFound("file", path, f"name a file of manifest {digest}")
+        return await self._answer(entry.sha256, request)
+
+    async def get_blob(self, hex: str, request: Request) -> Response:  # noqa: A002 - as in the path
+        """Bytes of one stored blob by its sha256."""
+        return await self._answer(f"sha256:{hex}", request)
+
+    async def put_blob(self, hex: str, request: Request) -> JSONResponse:  # noqa: A002
+        """Store a blob: 201 when it is new, 200 when it was here; refused when it is another.
+
+        Nothing of a body that is cut off, or whose sha256 is not the one in the path, is kept.
+        """
+
+        async def pieces() -> AsyncIterator[bytes]:
+            async for piece in request.stream():
+                yield piece
+
+        try:
+            created = await self._blobs.put_stream(f"sha256:{hex}", pieces())
+        except ClientDisconnect:
+            self._tally.count("uploads", outcome="broken_off")
+            return JSONResponse({}, status_code=400)
+        except ReadyplaneError:
+            self._tally.count("uploads", outcome="refused")
+            raise
+        self._tally.count("uploads", outcome="stored" if created else "known")
+        return JSONResponse(
+            {"sha256": f"sha256:{hex}", "created": created}, status_code=201 if created else 200
+        )
+
+    async def _index(self, digest: str) -> dict[str, FileEntry]:
+        held = self._indexes.get(digest)
+        if held is None:
+            manifest = await self._service.get_manifest(digest)
+            held = self._indexes[digest] = {entry.path: entry for entry in manifest.files}
+            if len(self._indexes) > INDEXES_CACHED_MAX:
+                self._indexes.popitem(last=False)
+        return held
+
+    async def _answer(self, sha256: str, request: Request) -> Response:
+        descriptor = await asyncio.to_thread(self._blobs.open, sha256)
+        if descriptor is None:
+            raise not_stored(sha256)
+        try:
+            return self._ranged(descriptor, sha256, request)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _ranged(self, descriptor: int, sha256: str, request: Request) -> Response:
+        size = os.fstat(descriptor).st_size
+        etag = f'"{sha256}"'
+        headers = {
+            "accept-ranges": "bytes",
+            "etag": etag,
+            "cache-control": "public, max-age=31536000, immutable",
+        }
+        if etag in request.headers.get("if-none-match", ""):
+            os.close(descriptor)
+            return Response(status_code=304, headers=headers)
+        header = request.headers.get("range", "")
+        if request.headers.get("if-range", etag) != etag:
+            header = ""
+        try:
+            found = wanted_range(header, size)
+        except InvalidField as error:
+            os.close(descriptor)
+            body = {"error": {"reason": error.reason, "message": str(error), "field": error.field}}
+            return JSONResponse(body, 416, headers={"content-range": f"bytes */{size}"})
+        begin, end = found or (0, size)
+        if found:
+            headers["content-range"] = f"bytes {begin}-{end - 1}/{size}"
+        if request.method != "HEAD":
+            self._tally.count("served_bytes", float(end - begin))
+        return BlobResponse(
+            descriptor, begin=begin, end=end, status=206 if found else 200, headers=headers
+        )
