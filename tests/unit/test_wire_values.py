@@ -208,9 +208,10 @@ def test_there_and_back(name: str) -> None:
 def test_the_strategies_reach_every_field() -> None:
     """A field that a mapping forgets would come back as its default; these values have none."""
     default = worker.LoadReport()
-    full = worker.LoadReport(*range(1, 11), 0.5, 2.0)
+    values: list[Any] = [*range(1, 11), 0.5, 2.0]
+    full = worker.LoadReport(*values)
     assert there_and_back("load_report", full) == full != default
-    zero = worker.LoadReport(*[0] * 10, 0.0)
+    zero = worker.LoadReport(**{f.name: 0 for f in fields(worker.LoadReport)})
     assert there_and_back("load_report", zero) == zero != default
     assert there_and_back("load_report", default) == default
 
