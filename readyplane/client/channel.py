@@ -6,6 +6,7 @@ Owned by the clients beside it. A channel is opened at the first call, in the ca
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
@@ -19,6 +20,9 @@ from readyplane.kit import telemetry
 from readyplane.kit.auth import token_metadata
 from readyplane.kit.clock import Clock, SystemClock
 from readyplane.wire.errors import error_from_rpc
+
+# grpc's core writes to stderr by itself, about ends and forks that our own logs already tell.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 M = TypeVar("M")
 CALL_TIMEOUT_S = 5.0

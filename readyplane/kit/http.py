@@ -79,7 +79,7 @@ async def _on_invalid(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = [str(part) for part in first["loc"]]
-    field = ".".join(where[1:]) or where[0]
+    field = where[0] if first["type"] == "json_invalid" else ".".join(where[1:]) or where[0]
     cls = UnknownField if first["type"] == "extra_forbidden" else InvalidField
     remedy = "remove it" if cls is UnknownField else str(first["msg"]).lower()
     return error_response(cls(field, first.get("input"), remedy))

@@ -30,20 +30,26 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
-    host: str = Field("127.0.0.1", description="address to listen on")
-    grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port, 0 for a free one")
-    http_port: int = Field(0, ge=0, le=65535, description="HTTP port, 0 for a free one")
-    database_url: str = Field("", description="postgresql://user:password@host:port/database")
-    redis_url: str = Field("", description="redis://host:port/0")
-    registry: str = Field("", description="gRPC address of the registry, host:port")
-    router: str = Field("", description="gRPC address of the router, host:port")
-    planner: str = Field("", description="gRPC address of the planner, host:port")
-    actuator: str = Field("", description="gRPC address of the actuator, host:port")
-    token: str = Field("", repr=False, description="shared token; better given as a variable")
-    otlp_endpoint: str = Field("", description="OTLP/gRPC endpoint for traces, empty for none")
-    log_level: str = Field("info", description="debug, info, warning or error")
-    ready_file: Path | None = Field(None, description="written with pid and ports when up")
-    data_dir: Path | None = Field(None, description="folder for what must survive")
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    grpc_port: int = Field(default=0, ge=0, le=65535, description="gRPC port, 0 for a free one")
+    http_port: int = Field(default=0, ge=0, le=65535, description="HTTP port, 0 for a free one")
+    database_url: str = Field(
+        default="", description="postgresql://user:password@host:port/database"
+    )
+    redis_url: str = Field(default="", description="redis://host:port/0")
+    registry: str = Field(default="", description="gRPC address of the registry, host:port")
+    router: str = Field(default="", description="gRPC address of the router, host:port")
+    planner: str = Field(default="", description="gRPC address of the planner, host:port")
+    actuator: str = Field(default="", description="gRPC address of the actuator, host:port")
+    token: str = Field(
+        default="", repr=False, description="shared token; better given as a variable"
+    )
+    otlp_endpoint: str = Field(
+        default="", description="OTLP/gRPC endpoint for traces, empty for none"
+    )
+    log_level: str = Field(default="info", description="debug, info, warning or error")
+    ready_file: Path | None = Field(default=None, description="written with pid and ports when up")
+    data_dir: Path | None = Field(default=None, description="folder for what must survive")
 
     @field_validator("registry", "router", "planner", "actuator")
     @classmethod
