@@ -1,0 +1,242 @@
+"""Start one modelled engine: bind, take over the weights, get ready, serve, stop when told.
+
+Owns the order of a start and the wiring of the parts. Exit codes: 0 stopped as told, 1 the start
+failed (the reason is the last line of the log and in the start-up file), 2 wrong flags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from itertools import count
+from typing import Any
+
+import zmq
+
+from readyplane import profiles
+from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
+from readyplane.core.startup import SegmentName, StartMode
+from readyplane.kit.clock import SystemClock
+from readyplane_agent.engines.modelled import settings, startup
+from readyplane_agent.engines.modelled.core import EngineModel
+from readyplane_agent.engines.modelled.handover import HandoverChannel
+from readyplane_agent.engines.modelled.kv_publish import KvPublisher
+from readyplane_agent.engines.modelled.metrics import EngineMetrics
+from readyplane_agent.engines.modelled.runtime import Runtime
+from readyplane_agent.engines.modelled.server import VERSION, EngineServer
+from readyplane_agent.engines.modelled.settings import ModelledSettings
+from readyplane_agent.engines.modelled.startup import StartupLog, Weights
+
+LOG = logging.getLogger("engine")
+SPAWNED_AT = "READYPLANE_SPAWNED_AT_MONOTONIC_S"
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run until stopped."""
+    try:
+        s = settings.parse(sys.argv[1:])
+    except InvalidField as error:
+        print(f"modelled engine: {error}", file=sys.stderr)
+        return 2
+    if s.parent_pid and not _bound_to_parent(s.parent_pid):
+        return 0
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s"
+    )
+    clock = SystemClock()
+    about = {"engine_id": s.engine_id, "pid": os.getpid(), "state": "starting", "failure": ""}
+    log = StartupLog(clock, s.startup_file, about)
+    try:
+        asyncio.run(_serve(s, clock, log))
+    except ReadyplaneError as error:
+        log.write(state="failed", failure=str(error))
+        print(f"modelled engine cannot start: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _bound_to_parent(pid: int) -> bool:
+    """Have the kernel stop this process when its parent ends; False if it has ended already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    return os.getppid() == pid
+
+
+async def _serve(s: ModelledSettings, clock: SystemClock, log: StartupLog) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stopping.set)
+    now_s = clock.monotonic_s()
+    log.add(SegmentName.RUNTIME_IMPORT, float(os.environ.get(SPAWNED_AT) or now_s), now_s)
+    server = EngineServer(model=s.model, clock=clock)
+    try:
+        port = await server.http.start(s.host, s.port)
+    except OSError as error:
+        raise Unavailable(
+            f"cannot bind {s.host}:{s.port} ({error.strerror})", "choose another --port or 0"
+        ) from error
+    log.write(port=port)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    starting = loop.create_task(_start(s, clock, log, server, context))
+    stopped = loop.create_task(stopping.wait())
+    beats: asyncio.Task[None] | None = None
+    try:
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            runtime = starting.result()
+            beats = loop.create_task(runtime.keep_remote_alive(max(1.0, s.kv_hold_s / 3)))
+            await stopped
+            runtime.stop()
+    finally:
+        for task in (starting, stopped, beats):
+            if task is not None:
+                task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ReadyplaneError):
+            await starting
+        if server.runtime is not None:
+            for part in (server.runtime.channel, server.runtime.publisher):
+                if part is not None:
+                    part.close()
+        await server.http.stop()
+        context.destroy(linger=0)
+
+
+async def _start(
+    s: ModelledSettings,
+    clock: SystemClock,
+    log: StartupLog,
+    server: EngineServer,
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> Runtime:
+    profile = profiles.load(s.profile)
+    config = startup.read_config(s.config)
+    startup.read_tokenizer(s.tokenizer)
+    await startup.modelled(log, clock, s, SegmentName.PARALLEL_INIT)
+    if s.wait_weights_s:
+        await startup.wait_for(s.tensor_table, limit_s=s.wait_weights_s, clock=clock)
+    with log.segment(SegmentName.HOST_TO_DEVICE):
+        weights = Weights(s.arena, s.tensor_table)
+    LOG.info("%d tensors, %d bytes mapped", weights.tensor_count, weights.size_bytes)
+    for name in (SegmentName.COMPILE, SegmentName.KV_PROFILE, SegmentName.CUDA_GRAPH):
+        await startup.modelled(log, clock, s, name)
+    block_size = s.block_size or config["block_size"]
+    kv_tokens = s.kv_tokens or profile.kv_capacity_tokens
+    eager = s.mode is StartMode.EAGER
+    model = EngineModel(
+        profile,
+        block_size=block_size,
+        kv_blocks=kv_tokens // block_size,
+        max_batch_tokens=s.max_batch_tokens or None,
+        max_num_seqs=s.max_num_seqs or None,
+        prefix_caching=s.prefix_caching,
+        iteration_factor=s.eager_factor if eager else 1.0,
+        hold_s=s.kv_hold_s,
+        coalesce_s=s.coalesce_s,
+    )
+    server.config = {**config, "max_model_len": min(config["max_model_len"], kv_tokens)}
+    numbers = count()
+    runtime = Runtime(
+        model,
+        clock,
+        metrics=EngineMetrics(s.model),
+        weights=weights.fingerprint,
+        max_model_len=server.config["max_model_len"],
+        max_waiting=s.max_waiting,
+        link=s.link,
+        engine_id=s.engine_id,
+        host=s.host,
+        make_id=lambda: f"{s.engine_id[-12:]}-{next(numbers)}",
+    )
+    await startup.modelled(log, clock, s, SegmentName.WARMUP)
+    _open_channels(s, runtime, context, config, block_size)
+    _publish_facts(s, server, runtime, log, config, block_size)
+    server.metrics, server.state, server.runtime = runtime.metrics, "ready", runtime
+    log.write(state="ready", fingerprint=f"{weights.fingerprint:016x}")
+    LOG.info("ready: %s on %s:%s", s.model, s.host, log.about["port"])
+    return runtime
+
+
+def _open_channels(
+    s: ModelledSettings,
+    runtime: Runtime,
+    context: zmq.Context[zmq.Socket[bytes]],
+    config: dict[str, Any],
+    block_size: int,
+) -> None:
+    kv_format = {
+        "model_digest": s.manifest_digest,
+        "kv_dtype": str(config.get("kv_dtype", "fp8_e4m3")),
+        "block_size": str(block_size),
+        "engine": VERSION,
+    }
+    try:
+        runtime.channel = HandoverChannel(
+            context,
+            host=s.host,
+            port=s.side_channel_port,
+            engine_id=s.engine_id,
+            kv_format=kv_format,
+            on_pulled=runtime.on_pulled,
+            on_extend=runtime.on_extend,
+        )
+        runtime.publisher = KvPublisher(
+            context,
+            host=s.host,
+            port=s.kv_events_port,
+            replay_port=s.kv_replay_port,
+            topic=f"kv@{s.engine_id}@{s.model}",
+            block_size=block_size,
+            buffer_steps=s.kv_buffer_steps,
+        )
+    except OSError as error:
+        raise Unavailable(str(error), "choose other ports, or 0 for free ones") from error
+
+
+def _publish_facts(
+    s: ModelledSettings,
+    server: EngineServer,
+    runtime: Runtime,
+    log: StartupLog,
+    config: dict[str, Any],
+    block_size: int,
+) -> None:
+    """What others may ask about this engine: at /metrics, /kv_event_sources and in the file."""
+    assert runtime.channel is not None
+    assert runtime.publisher is not None
+    live, replay = runtime.publisher.ports
+    blocks = runtime.model.pool.total
+    server.cache_config = {
+        "block_size": block_size,
+        "num_gpu_blocks": blocks,
+        "cache_dtype": config.get("kv_dtype", "fp8_e4m3"),
+        "enable_prefix_caching": s.prefix_caching,
+    }
+    server.event_sources = [
+        {
+            "data_parallel_rank": 0,
+            "endpoint": f"tcp://{s.host}:{live}",
+            "replay_endpoint": f"tcp://{s.host}:{replay}",
+            "topic": f"kv@{s.engine_id}@{s.model}",
+        }
+    ]
+    log.write(
+        side_channel_port=runtime.channel.port,
+        kv_events_port=live,
+        kv_replay_port=replay,
+        block_size=block_size,
+        kv_blocks=blocks,
+        max_num_seqs=runtime.model.max_num_seqs,
+        max_model_len=server.config["max_model_len"],
+        kv_dtype=str(config.get("kv_dtype", "fp8_e4m3")),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

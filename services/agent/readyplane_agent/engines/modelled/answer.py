@@ -1,0 +1,112 @@
+"""What the modelled engine answers: a function of the loaded tensors and of the tokens (pure).
+
+Owns the weights' fingerprint, the next token, the answer's length, and the byte tokenizer. As with
+a real model under greedy decoding, the next token depends on every weight and on every token
+before it, and continuing a prompt by its own answer continues that answer. A swapped, missing or
+altered tensor therefore changes what a canary sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import exp
+from statistics import NormalDist
+
+import xxhash
+
+from readyplane.core.work import pack_tokens
+
+PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = 0, 1, 2
+TOKEN_OFFSET = 3
+VOCAB_SIZE = 512
+
+# Output lengths when nobody says them: lognormal, with the mean (211) and the tail of published
+# conversation traces.
+LENGTH_MEDIAN_TOKENS = 150.0
+LENGTH_SIGMA = 0.83
+LENGTH_MAX_TOKENS = 2048
+
+_LETTERS = b"eeeeettttaaaooiinnsshhrrdlucmfwypvbgk     ,.      eatoinshrdlucm"
+_ALPHABET = tuple(byte + TOKEN_OFFSET for byte in _LETTERS)
+_MASK = len(_ALPHABET) - 1
+assert len(_ALPHABET) == 64
+
+
+def tensor_digest(
+    name: str, dtype: str, shape: Sequence[int], content: bytes | bytearray | memoryview
+) -> bytes:
+    """Digest of one tensor: name, dtype, shape and bytes."""
+    head = f"{len(name)}:{name}|{dtype}|{','.join(str(n) for n in shape)}|{len(content)}|"
+    return xxhash.xxh3_64_digest(head.encode() + xxhash.xxh3_64_digest(content))
+
+
+def fingerprint(digests: Iterable[bytes]) -> int:
+    """xxh3-64 over the digests of all tensors, whatever their order."""
+    return xxhash.xxh3_64_intdigest(b"".join(sorted(digests)))
+
+
+def kv_digest(weights: int, prompt: bytes) -> int:
+    """What the KV of a prompt amounts to: made by these weights, for these tokens.
+
+    Args:
+        weights: fingerprint of the engine that computed it. prompt: packed tokens.
+    """
+    return xxhash.xxh3_64_intdigest(prompt, seed=weights)
+
+
+class Answer:
+    """The greedy continuation of one prompt.
+
+    Args:
+        weights: fingerprint of the decoding engine. prompt: packed tokens as the KV has them.
+        kv: digest of the KV decoded from, None when this engine computed it itself. KV made by
+            other weights or for other tokens leads to another answer, as it would on a GPU.
+    """
+
+    __slots__ = ("_hash", "_taint")
+
+    def __init__(self, weights: int, prompt: bytes, *, kv: int | None = None) -> None:
+        self._hash = xxhash.xxh3_64(prompt, seed=weights)
+        self._taint = 0 if kv is None else self._hash.intdigest() ^ kv
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` tokens, printable letters and spaces."""
+        state, taint = self._hash, self._taint
+        out: list[int] = []
+        for _ in range(count):
+            mixed = state.intdigest() ^ taint
+            token = _ALPHABET[(mixed ^ (mixed >> 32)) & _MASK]
+            state.update(token.to_bytes(4, "little"))
+            out.append(token)
+        return out
+
+
+def answer_length(prompt: bytes) -> int:
+    """Tokens that the answer to a prompt has when it may end by itself (1 to 2048)."""
+    share = (xxhash.xxh3_64_intdigest(prompt, seed=2) + 0.5) / 2.0**64
+    share = min(max(share, 1e-9), 1 - 1e-9)
+    tokens = LENGTH_MEDIAN_TOKENS * exp(LENGTH_SIGMA * NormalDist().inv_cdf(share))
+    return max(1, min(LENGTH_MAX_TOKENS, round(tokens)))
+
+
+def golden_answer(weights: int, prompt_token_ids: Sequence[int], count: int) -> tuple[int, ...]:
+    """The known answer that is recorded in a manifest when it is published."""
+    return tuple(Answer(weights, pack_tokens(prompt_token_ids)).take(count))
+
+
+def encode(text: str) -> list[int]:
+    """Tokens of a text: each UTF-8 byte plus 3."""
+    return [byte + TOKEN_OFFSET for byte in text.encode("utf-8", "surrogatepass")]
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """Text of tokens; special tokens are silent, tokens beyond the bytes show as U+FFFD."""
+    out: list[str] = []
+    part = bytearray()
+    for token in token_ids:
+        if TOKEN_OFFSET <= token < TOKEN_OFFSET + 256:
+            part.append(token - TOKEN_OFFSET)
+        elif token >= TOKEN_OFFSET + 256:
+            out.append(part.decode("utf-8", "replace") + "�")
+            part.clear()
+    return "".join(out) + part.decode("utf-8", "replace")

@@ -1,0 +1,301 @@
+"""OpenAI-style bodies in vLLM's dialect: what is asked, what is refused, what is answered.
+
+Owns reading `/v1/completions` and `/v1/chat/completions` into an `Ask`, and writing answers and
+chunks. What a modelled engine cannot do (several answers, tools, log-probabilities, structured
+output…) is refused by name with status 400, never ignored; sampling parameters are checked and then
+have no effect, since the answer is greedy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from readyplane_agent.engines.modelled import answer
+
+# Field -> what may be given without being refused.
+_REFUSED: dict[str, Callable[[Any], bool]] = {
+    "n": lambda v: v in (None, 1),
+    "best_of": lambda v: v in (None, 1),
+    "echo": lambda v: not v,
+    "suffix": lambda v: v in (None, ""),
+    "logprobs": lambda v: v is None or v is False,
+    "top_logprobs": lambda v: v in (None, 0),
+    "prompt_logprobs": lambda v: v is None,
+    "logit_bias": lambda v: not v,
+    "tools": lambda v: not v,
+    "tool_choice": lambda v: v in (None, "none"),
+    "functions": lambda v: not v,
+    "function_call": lambda v: v in (None, "none"),
+    "response_format": lambda v: v is None or (isinstance(v, dict) and v.get("type") == "text"),
+    "structured_outputs": lambda v: not v,
+    "guided_json": lambda v: v is None,
+    "guided_regex": lambda v: v is None,
+    "guided_choice": lambda v: v is None,
+    "guided_grammar": lambda v: v is None,
+    "use_beam_search": lambda v: not v,
+    "prompt_embeds": lambda v: not v,
+    "truncate_prompt_tokens": lambda v: v is None,
+    "modalities": lambda v: v in (None, ["text"]),
+    "audio": lambda v: not v,
+    "bad_words": lambda v: not v,
+    "allowed_token_ids": lambda v: not v,
+}
+REFUSED_FIELDS = tuple(_REFUSED)
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 1e9),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "top_k": (-1, 2**31),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 1e9),
+}
+STOPS_MAX = 16
+
+
+class BadBody(Exception):
+    """A request that is refused: HTTP status, OpenAI error type and the parameter's name."""
+
+    def __init__(
+        self, message: str, param: str | None = None, *, status: int = 400, kind: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status = message, param, status
+        self.kind = kind or ("NotFoundError" if status == 404 else "BadRequestError")
+
+    def document(self) -> dict[str, Any]:
+        """The error body."""
+        return error_document(self.message, self.kind, self.param, self.status)
+
+
+def error_document(message: str, kind: str, param: str | None, code: int) -> dict[str, Any]:
+    """An OpenAI error body as vLLM writes it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, checked.
+
+    Attributes:
+        chat: by /v1/chat/completions. prompt: token ids. max_tokens: None when not given.
+        modelled_output_tokens: true length, None for the rule. kv: kv_transfer_params, None
+            without. usage_chunk, usage_always: `stream_options`. ids: `return_token_ids`.
+    """
+
+    chat: bool
+    prompt: tuple[int, ...]
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    include_stop: bool
+    stream: bool
+    usage_chunk: bool
+    usage_always: bool
+    ids: bool
+    modelled_output_tokens: int | None
+    kv: Mapping[str, Any] | None
+    cache_salt: str
+    request_id: str
+
+
+def read_ask(
+    raw: bytes, *, chat: bool, model: str, vocab_size: int, max_model_len: int, request_id: str = ""
+) -> Ask:
+    """Read a body.
+
+    Raises:
+        BadBody: what is wrong, with the parameter's name.
+    """
+    doc = read_json(raw)
+    if doc.get("model", model) != model:
+        raise BadBody(f"The model `{doc['model']}` does not exist.", "model", status=404)
+    for name, allowed in _REFUSED.items():
+        if name in doc and not allowed(doc[name]):
+            raise BadBody(f"{name} is not supported by this engine; leave it out", name)
+    for name, (low, high) in _RANGES.items():
+        _number(doc, name, low, high)
+    prompt = _chat_prompt(doc) if chat else _prompt(doc)
+    _check_prompt(prompt, vocab_size)
+    limit = "max_completion_tokens" if doc.get("max_completion_tokens") is not None else ""
+    limit = limit or "max_tokens"
+    max_tokens = _whole(doc, limit, 1, 2**31)
+    if len(prompt) + 1 > max_model_len:
+        raise BadBody(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
+            f"contains {len(prompt)} tokens. Shorten the prompt.",
+            "messages" if chat else "prompt",
+        )
+    if max_tokens is not None and len(prompt) + max_tokens > max_model_len:
+        raise BadBody(
+            f"'{limit}' is too large: {max_tokens}. This model's maximum context length is "
+            f"{max_model_len} tokens and your request has {len(prompt)} input tokens.",
+            limit,
+        )
+    min_tokens = _whole(doc, "min_tokens", 0, 2**31) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise BadBody(f"min_tokens must be at most {limit} ({max_tokens})", "min_tokens")
+    options = _object(doc, "stream_options")
+    stream = _flag(doc, "stream")
+    if options and not stream:
+        raise BadBody("Stream options can only be defined when `stream=True`.", "stream_options")
+    xargs = _object(doc, "vllm_xargs")
+    return Ask(
+        chat=chat,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=_flag(doc, "ignore_eos"),
+        stop=_stops(doc),
+        stop_token_ids=_token_list(doc, "stop_token_ids"),
+        include_stop=_flag(doc, "include_stop_str_in_output"),
+        stream=stream,
+        usage_chunk=_flag(options, "include_usage"),
+        usage_always=_flag(options, "continuous_usage_stats"),
+        ids=_flag(doc, "return_token_ids"),
+        modelled_output_tokens=_whole(xargs, "modelled_output_tokens", 1, 2**31),
+        kv=_object(doc, "kv_transfer_params") or None,
+        cache_salt=str(doc.get("cache_salt") or ""),
+        request_id=str(doc.get("request_id") or request_id),
+    )
+
+
+def read_json(raw: bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        BadBody: anything else, NaN and infinities included.
+    """
+
+    def constant(text: str) -> float:
+        raise ValueError(f"{text} is not JSON")
+
+    try:
+        doc = json.loads(raw, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        raise BadBody(f"The body is not valid JSON: {error}") from error
+    if not isinstance(doc, dict):
+        raise BadBody("The body must be a JSON object")
+    return doc
+
+
+def _prompt(doc: Mapping[str, Any]) -> tuple[int, ...]:
+    prompt = doc.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return tuple(answer.encode(prompt))
+    if isinstance(prompt, list):
+        if any(isinstance(item, str | list) for item in prompt):
+            raise BadBody("Several prompts in one request are not supported; send one", "prompt")
+        return _tokens(prompt, "prompt")
+    raise BadBody("Give the prompt as text or as a list of token ids", "prompt")
+
+
+def _chat_prompt(doc: Mapping[str, Any]) -> tuple[int, ...]:
+    """`role:text` lines and `assistant:`: the chat template of this engine.
+
+    No space after the colon, so that a later turn's prompt begins with this prompt and its answer.
+    """
+    messages = doc.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadBody("Give at least one message", "messages")
+    lines: list[str] = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadBody("Give each message a role and a content", where)
+        if message.get("tool_calls"):
+            raise BadBody("Tool calls are not supported by this engine", f"{where}.tool_calls")
+        lines.append(f"{message['role']}:{_content(message.get('content'), where)}\n")
+    return tuple(answer.encode("".join(lines) + "assistant:"))
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        texts = [p.get("text") for p in content if isinstance(p, dict) and p.get("type") == "text"]
+        if len(texts) == len(content) and all(isinstance(t, str) for t in texts):
+            return "".join(str(t) for t in texts)
+        raise BadBody("Only text parts are supported by this engine", f"{where}.content")
+    raise BadBody("Give the content as text", f"{where}.content")
+
+
+def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
+    if not prompt:
+        raise BadBody("The prompt must have at least one token", "prompt")
+    if max(prompt) >= vocab_size or min(prompt) < 0:
+        raise BadBody(f"Token ids must be from 0 to {vocab_size - 1}", "prompt")
+
+
+def _tokens(value: Sequence[Any], name: str) -> tuple[int, ...]:
+    if not all(type(item) is int for item in value):
+        raise BadBody("Token ids must be whole numbers", name)
+    return tuple(value)
+
+
+def _token_list(doc: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = doc.get(name) or []
+    if not isinstance(value, list):
+        raise BadBody(f"{name} must be a list of token ids", name)
+    return _tokens(value, name)
+
+
+def _stops(doc: Mapping[str, Any]) -> tuple[str, ...]:
+    value = doc.get("stop") or []
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise BadBody("stop must be a text or a list of non-empty texts", "stop")
+    if len(stops) > STOPS_MAX:
+        raise BadBody(f"stop may have at most {STOPS_MAX} texts", "stop")
+    return tuple(stops)
+
+
+def _number(doc: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+    value = doc.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise BadBody(f"{name} must be a number from {low:g} to {high:g}, got {value!r}", name)
+    return float(value)
+
+
+def _whole(doc: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    value = doc.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not low <= value <= high:
+        raise BadBody(f"{name} must be a whole number of at least {low}, got {value!r}", name)
+    return int(value)
+
+
+def _flag(doc: Mapping[str, Any], name: str) -> bool:
+    value = doc.get(name)
+    if value not in (None, True, False):
+        raise BadBody(f"{name} must be true or false", name)
+    return bool(value)
+
+
+def _object(doc: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = doc.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise BadBody(f"{name} must be an object", name)
+    return value or {}
+
+
+def usage_document(prompt: int, output: int, cached: int | None) -> dict[str, Any]:
+    """Token counts of an answer."""
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + output,
+        "completion_tokens": output,
+    }
+    if cached is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    return usage

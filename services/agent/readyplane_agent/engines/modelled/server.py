@@ -1,0 +1,260 @@
+"""The HTTP face of the modelled engine: vLLM's paths, bodies and streams.
+
+Owns routes and the writing of answers; what they mean is the runtime's. Before the engine is ready
+`/health` and every question answer 503.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from readyplane.kit.clock import Clock
+from readyplane_agent.engines.modelled import answer
+from readyplane_agent.engines.modelled.body import (
+    Ask,
+    BadBody,
+    error_document,
+    read_ask,
+    read_json,
+    usage_document,
+)
+from readyplane_agent.engines.modelled.http import Exchange, HttpServer
+from readyplane_agent.engines.modelled.metrics import EngineMetrics
+from readyplane_agent.engines.modelled.runtime import Job, Piece, Runtime
+
+VERSION = "modelled/1"
+
+
+class EngineServer:
+    """Routes of one engine.
+
+    Args:
+        model: name that requests use. state: text for /health while it starts.
+    """
+
+    def __init__(self, *, model: str, clock: Clock) -> None:
+        self._model, self._clock = model, clock
+        self.runtime: Runtime | None = None
+        self.metrics: EngineMetrics | None = None
+        self.config: Mapping[str, Any] = {}
+        self.cache_config: Mapping[str, object] = {}
+        self.event_sources: list[dict[str, Any]] = []
+        self.state = "starting"
+        self._created = int(clock.wall_s())
+        self.http = HttpServer(
+            {
+                ("GET", "/health"): self._health,
+                ("GET", "/ping"): self._health,
+                ("GET", "/version"): lambda x: x.reply_json(200, {"version": VERSION}),
+                ("GET", "/v1/models"): self._ready(self._models),
+                ("POST", "/v1/completions"): self._ready(lambda x: self._generate(x, chat=False)),
+                ("POST", "/v1/chat/completions"): self._ready(
+                    lambda x: self._generate(x, chat=True)
+                ),
+                ("POST", "/tokenize"): self._ready(self._tokenize),
+                ("POST", "/detokenize"): self._ready(self._detokenize),
+                ("POST", "/reset_prefix_cache"): self._ready(self._reset_prefix_cache),
+                ("GET", "/metrics"): self._ready(self._metrics),
+                ("GET", "/kv_event_sources"): self._ready(
+                    lambda x: x.reply_json(200, self.event_sources)
+                ),
+            }
+        )
+
+    def _ready(self, handler: Callable[[Exchange], None]) -> Callable[[Exchange], None]:
+        def answered(exchange: Exchange) -> None:
+            if self.runtime is None:
+                text = f"the engine is not ready: {self.state}"
+                body = error_document(text, "ServiceUnavailableError", None, 503)
+                exchange.reply_json(503, body)
+                return
+            try:
+                handler(exchange)
+            except BadBody as error:
+                exchange.reply_json(error.status, error.document())
+
+        return answered
+
+    def _health(self, exchange: Exchange) -> None:
+        if self.runtime is None:
+            exchange.reply_json(503, {"status": self.state})
+        else:
+            exchange.reply(200, b"")
+
+    def _models(self, exchange: Exchange) -> None:
+        entry = {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "readyplane",
+            "root": self._model,
+            "parent": None,
+            "max_model_len": self.config["max_model_len"],
+            "permission": [],
+        }
+        exchange.reply_json(200, {"object": "list", "data": [entry]})
+
+    def _tokenize(self, exchange: Exchange) -> None:
+        doc = read_json(exchange.body)
+        self._check_model(doc)
+        text = doc.get("prompt")
+        if not isinstance(text, str):
+            raise BadBody("Give the prompt as text", "prompt")
+        tokens = answer.encode(text)
+        exchange.reply_json(
+            200,
+            {
+                "count": len(tokens),
+                "max_model_len": self.config["max_model_len"],
+                "tokens": tokens,
+                "token_strs": None,
+            },
+        )
+
+    def _detokenize(self, exchange: Exchange) -> None:
+        doc = read_json(exchange.body)
+        self._check_model(doc)
+        tokens = doc.get("tokens")
+        if not isinstance(tokens, list) or not all(type(t) is int and t >= 0 for t in tokens):
+            raise BadBody("Give tokens as a list of token ids", "tokens")
+        exchange.reply_json(200, {"prompt": answer.decode(tokens)})
+
+    def _check_model(self, doc: Mapping[str, Any]) -> None:
+        if doc.get("model", self._model) != self._model:
+            raise BadBody(f"The model `{doc['model']}` does not exist.", "model", status=404)
+
+    def _reset_prefix_cache(self, exchange: Exchange) -> None:
+        assert self.runtime is not None
+        empty = self.runtime.reset_prefix_cache()
+        exchange.reply_json(200 if empty else 409, {"success": empty})
+
+    def _metrics(self, exchange: Exchange) -> None:
+        assert self.runtime is not None
+        assert self.metrics is not None
+        page = self.metrics.page(self.runtime.stats(), cache_config=self.cache_config)
+        exchange.reply(200, page, "text/plain; version=0.0.4; charset=utf-8")
+
+    # ------------------------------------------------------------------ answers
+
+    def _generate(self, exchange: Exchange, *, chat: bool) -> None:
+        assert self.runtime is not None
+        ask = read_ask(
+            exchange.body,
+            chat=chat,
+            model=self._model,
+            vocab_size=self.config["vocab_size"],
+            max_model_len=self.config["max_model_len"],
+            request_id=exchange.headers.get("x-request-id", ""),
+        )
+        writer = (_Stream if ask.stream else _Whole)(
+            exchange, ask, self._model, int(self._clock.wall_s())
+        )
+        job = self.runtime.submit(ask, writer.deliver)
+        runtime = self.runtime
+        exchange.on_gone = lambda: runtime.abort(job)
+
+
+class _Whole:
+    """An answer in one piece."""
+
+    def __init__(self, exchange: Exchange, ask: Ask, model: str, created: int) -> None:
+        self._exchange, self._ask, self._model, self._created = exchange, ask, model, created
+        self._tokens: list[int] = []
+        self._text: list[str] = []
+
+    def deliver(self, job: Job, piece: Piece) -> None:
+        if piece.failure:
+            body = error_document(piece.failure, "InternalServerError", None, 500)
+            self._exchange.reply_json(500, body)
+            return
+        self._tokens += piece.tokens
+        self._text.append(piece.text)
+        if piece.reason:
+            self._exchange.reply_json(200, self._document(job, piece))
+
+    def _document(self, job: Job, piece: Piece) -> dict[str, Any]:
+        ask, text = self._ask, "".join(self._text)
+        choice: dict[str, Any] = {"index": 0}
+        if ask.chat:
+            choice["message"] = {"role": "assistant", "content": text, "tool_calls": []}
+        else:
+            choice["text"] = text
+        choice |= {
+            "logprobs": None,
+            "finish_reason": piece.reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if ask.ids:
+            choice["token_ids"] = self._tokens
+            if not ask.chat:
+                choice["prompt_token_ids"] = list(ask.prompt)
+        return {
+            "id": ("chatcmpl-" if ask.chat else "cmpl-") + job.id,
+            "object": "chat.completion" if ask.chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [choice],
+            "usage": usage_document(len(ask.prompt), len(self._tokens), job.cached),
+            "kv_transfer_params": job.kv_params,
+        }
+
+
+class _Stream:
+    """An answer as server-sent events; several tokens a chunk."""
+
+    def __init__(self, exchange: Exchange, ask: Ask, model: str, created: int) -> None:
+        self._exchange, self._ask, self._model, self._created = exchange, ask, model, created
+        self._count = 0
+        self._head = ""
+
+    def deliver(self, job: Job, piece: Piece) -> None:
+        if not self._exchange.streaming:
+            self._begin(job)
+        if piece.failure:
+            body = error_document(piece.failure, "InternalServerError", None, 500)
+            self._exchange.write(f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode())
+            self._exchange.end()
+            return
+        self._count += len(piece.tokens)
+        text = self._chunk(job, piece)
+        if piece.reason:
+            if self._ask.usage_chunk:
+                text += f'{self._head}"choices":[],"usage":{self._usage(job)}}}\n\n'
+            text += "data: [DONE]\n\n"
+        self._exchange.write(text.encode())
+        if piece.reason:
+            self._exchange.end()
+
+    def _begin(self, job: Job) -> None:
+        chat = self._ask.chat
+        head = {
+            "id": ("chatcmpl-" if chat else "cmpl-") + job.id,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+        }
+        self._head = "data: " + json.dumps(head)[:-1] + ","
+        self._exchange.begin()
+
+    def _chunk(self, job: Job, piece: Piece) -> str:
+        ask = self._ask
+        text = json.dumps(piece.text)
+        if not ask.chat:
+            content = f'"text":{text}'
+        elif self._count == len(piece.tokens):  # the first one names the role
+            content = f'"delta":{{"role":"assistant","content":{text}}}'
+        else:
+            content = f'"delta":{{"content":{text}}}'
+        reason = f'"{piece.reason}"' if piece.reason else "null"
+        ids = f',"token_ids":{json.dumps(list(piece.tokens))}' if ask.ids else ""
+        usage = f',"usage":{self._usage(job)}' if ask.usage_always else ""
+        return (
+            f'{self._head}"choices":[{{"index":0,{content},"logprobs":null,'
+            f'"finish_reason":{reason},"stop_reason":{json.dumps(piece.stop_reason)}{ids}}}]'
+            f"{usage}}}\n\n"
+        )
+
+    def _usage(self, job: Job) -> str:
+        return json.dumps(usage_document(len(self._ask.prompt), self._count, job.cached))

@@ -1,0 +1,228 @@
+"""The start of a modelled engine: what is real, what is only slept, and the file that tells both.
+
+Owns the segments of one start, the mapping of the arena, and the compile cache. Real: import, the
+mapping and the reading of every tensor (`host_to_device`). Slept, and marked `modelled`: the
+set-up of parallel groups, compilation, graph capture, KV profiling and warm-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from readyplane.core.errors import InvalidField, NotFound, Unavailable
+from readyplane.core.identity import digest_of, parse
+from readyplane.core.startup import Segment, SegmentName, StartMode
+from readyplane.kit.clock import Clock
+from readyplane_agent.engines.modelled.answer import fingerprint, tensor_digest
+from readyplane_agent.engines.modelled.settings import ModelledSettings
+from readyplane_agent.engines.port import read_tensor_table
+
+LOG = logging.getLogger("engine")
+CACHE_HIT_FACTOR = 0.15  # of a compilation, once its result is cached (measured: 25 s -> 10 s)
+AOT_HIT_FACTOR = 0.02
+POLL_S = 0.02
+# Which modelled segments a start mode has.
+_GRAPHS = (SegmentName.COMPILE, SegmentName.CUDA_GRAPH)
+
+
+class StartupLog:
+    """Segments so far and what is known by then, written to a file after every change."""
+
+    def __init__(self, clock: Clock, path: Path | None, about: Mapping[str, Any]) -> None:
+        self._clock, self._path = clock, path
+        self.about: dict[str, Any] = dict(about)
+        self.segments: list[Segment] = []
+
+    def add(self, name: SegmentName, start_s: float, end_s: float) -> None:
+        """A segment that was measured elsewhere."""
+        self.segments.append(Segment(name, start_s, end_s))
+        self.write()
+
+    @contextmanager
+    def segment(
+        self, name: SegmentName, *, modelled: bool = False, detail: str = ""
+    ) -> Iterator[None]:
+        """Measure what runs inside."""
+        at = len(self.segments)
+        self.segments.append(Segment(name, self._clock.monotonic_s(), None, modelled, detail))
+        LOG.info("%s begins%s %s", name, " (modelled)" if modelled else "", detail)
+        self.write()
+        yield
+        done = replace(self.segments[at], end_s=self._clock.monotonic_s())
+        self.segments[at] = done
+        assert done.end_s is not None
+        LOG.info("%s took %.3f s", name, done.end_s - done.start_s)
+        self.write()
+
+    def write(self, **about: Any) -> None:
+        """Bring the file up to date (whole or not at all)."""
+        self.about.update(about)
+        if self._path is None:
+            return
+        document = {
+            **self.about,
+            "segments": [
+                {
+                    "name": str(s.name),
+                    "start_s": s.start_s,
+                    "end_s": s.end_s,
+                    "modelled": s.modelled,
+                    "detail": s.detail,
+                }
+                for s in self.segments
+            ],
+        }
+        part = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        part.write_text(json.dumps(document))
+        part.replace(self._path)
+
+
+class Weights:
+    """The mapped arena and its fingerprint; keeps the mapping alive."""
+
+    def __init__(self, arena: Path, table: Path) -> None:
+        """Raises NotFound, InvalidField or Unavailable, each naming file and remedy."""
+        try:
+            text = table.read_bytes()
+        except OSError as error:
+            raise NotFound(
+                "tensor table", str(table), f"let the agent write it ({error})"
+            ) from None
+        slots, size = read_tensor_table(text)
+        if not slots:
+            raise InvalidField("tensor_table.tensors", [], "list every tensor of the weights")
+        try:
+            with arena.open("rb") as file:
+                found = os.fstat(file.fileno()).st_size
+                if found < size:
+                    raise InvalidField("arena", found, f"give a file of at least {size} bytes")
+                self._map = mmap.mmap(file.fileno(), found, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise NotFound("arena", str(arena), f"load the weights there first ({error})") from None
+        except ValueError as error:
+            raise Unavailable(f"cannot map {arena} ({error})", "check the arena") from error
+        self.tensor_count, self.size_bytes = len(slots), size
+        view = memoryview(self._map)
+        self.fingerprint = fingerprint(
+            tensor_digest(
+                slot.name,
+                slot.dtype,
+                slot.shape,
+                view[slot.offset_bytes : slot.offset_bytes + slot.size_bytes],
+            )
+            for slot in slots
+        )
+        view.release()
+
+
+async def wait_for(path: Path, *, limit_s: float, clock: Clock) -> None:
+    """Wait until a file is there. Raises NotFound after `limit_s`."""
+    until_s = clock.monotonic_s() + limit_s
+    while not path.exists():
+        if clock.monotonic_s() > until_s:
+            raise NotFound("tensor table", str(path), f"let the agent write it in {limit_s:g} s")
+        await clock.sleep(POLL_S)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The manifest's config. Raises NotFound, InvalidField."""
+    try:
+        doc = parse(path.read_bytes(), where="config")
+    except OSError as error:
+        raise NotFound("config", str(path), f"write the manifest's config ({error})") from None
+    if not isinstance(doc, dict):
+        raise InvalidField("config", doc, "write a JSON object")
+    for name, default in (("max_model_len", None), ("vocab_size", 512), ("block_size", 16)):
+        value = doc.setdefault(name, default)
+        if type(value) is not int or not 1 <= value <= 2**31:
+            raise InvalidField(f"config.{name}", value, "use a whole number of at least 1")
+    return doc
+
+
+def read_tokenizer(path: Path | None) -> None:
+    """Check that the artifact's tokenizer is the one this engine has: bytes plus 3."""
+    if path is None:
+        return
+    try:
+        doc = parse(path.read_bytes(), where="tokenizer")
+    except OSError as error:
+        raise NotFound("tokenizer", str(path), f"give the artifact's tokenizer ({error})") from None
+    if not isinstance(doc, dict) or doc.get("type") != "bytes" or doc.get("offset") != 3:
+        raise InvalidField("tokenizer", str(path), 'use {"type": "bytes", "offset": 3}')
+
+
+async def modelled(log: StartupLog, clock: Clock, s: ModelledSettings, name: SegmentName) -> None:
+    """Sleep through one modelled segment, if this start has it."""
+    seconds = s.segments.get(name)
+    if seconds is None or (s.mode is StartMode.EAGER and name in _GRAPHS):
+        return
+    detail = ""
+    key: dict[str, str] = {}
+    if name is SegmentName.COMPILE:
+        key = compile_key(s)
+        missing = compile_miss(s.compile_cache, key)
+        detail = f"cache=miss:{missing}" if missing else "cache=hit"
+        if not missing:
+            seconds *= AOT_HIT_FACTOR if s.mode is StartMode.AOT else CACHE_HIT_FACTOR
+    with log.segment(name, modelled=True, detail=detail):
+        if s.stall_in is name:
+            LOG.warning("stalled in %s as asked (--stall-in)", name)
+            await asyncio.Event().wait()
+        await clock.sleep(seconds)
+    if key and s.compile_cache is not None and "miss" in detail:
+        keep_compiled(s.compile_cache, key)
+
+
+def compile_key(s: ModelledSettings) -> dict[str, str]:
+    """What a compile artifact depends on, field by field (R12.1)."""
+    config = read_config(s.config)
+    shape = {k: v for k, v in config.items() if k not in {"name", "comment"}}
+    return {
+        "model_structure": digest_of(shape),
+        "engine": "modelled/1",
+        "mode": str(s.mode),
+        "profile": s.profile,
+        "max_num_seqs": str(s.max_num_seqs),
+        "block_size": str(s.block_size or config["block_size"]),
+    }
+
+
+def compile_miss(folder: Path | None, key: Mapping[str, str]) -> str:
+    """Why the cache cannot serve this key: differing fields, `absent`; empty on a hit."""
+    if folder is None:
+        return "no_cache"
+    nearest: list[str] | None = None
+    for file in sorted(folder.glob("compile-*.json")) if folder.is_dir() else ():
+        try:
+            found = json.loads(file.read_text())
+        except (OSError, ValueError):
+            continue
+        if not isinstance(found, dict):
+            continue
+        differing = [name for name in key if found.get(name) != key[name]]
+        if not differing and set(found) == set(key):
+            return ""
+        if nearest is None or len(differing) < len(nearest):
+            nearest = differing
+    return "absent" if nearest is None else "+".join(nearest)
+
+
+def keep_compiled(folder: Path, key: Mapping[str, str]) -> None:
+    """Remember a compilation; a folder that cannot be written is said and otherwise ignored."""
+    name = digest_of(dict(key)).removeprefix("sha256:")[:32]
+    part = folder / f".{name}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(key))
+        part.replace(folder / f"compile-{name}.json")
+    except OSError as error:
+        LOG.warning("compile cache %s cannot be written: %s", folder, error)
