@@ -126,7 +126,7 @@ async def running(
 
 async def check_health(server: ServiceServer, service: str) -> int:
     async with grpc.aio.insecure_channel(server.grpc_address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
         return int(answer.status)
 
@@ -157,7 +157,7 @@ async def test_a_service_that_says_it_is_not_ready_stays_so(tmp_path: Path) -> N
 async def test_reflection_names_the_services(tmp_path: Path) -> None:
     server = make(tmp_path, token="t")
     async with running(server), grpc.aio.insecure_channel(server.grpc_address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
         call = stub.ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         answer = await call.read()
