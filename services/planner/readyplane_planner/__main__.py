@@ -1,0 +1,129 @@
+"""`python -m readyplane_planner`: the planner as a process.
+
+Owns the wiring of stores, ports and use-cases; everything it wires is tested without it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+from pydantic import Field
+
+from readyplane.client import ActuatorClient, RegistryClient, RouterClient
+from readyplane.core.errors import InvalidField
+from readyplane.kit.clock import SystemClock
+from readyplane.kit.database import async_engine, migrate
+from readyplane.kit.redis import check_eviction, connect
+from readyplane.kit.server import ServiceServer, run_service
+from readyplane.kit.settings import ServiceSettings, parse_settings
+from readyplane.kit.telemetry import metrics, setup_logging
+from readyplane_planner import api, rpc
+from readyplane_planner.leadership import Leadership
+from readyplane_planner.metrics import PlannerMetrics
+from readyplane_planner.policy import Policy, load_policy
+from readyplane_planner.postgres import PostgresJournal
+from readyplane_planner.redis import RedisLeaseStore
+from readyplane_planner.service import PlannerService, Upkeep
+
+DAY_S = 86_400.0
+
+
+class Settings(ServiceSettings):
+    """What the planner is told beside what every service is."""
+
+    policy: Path | None = Field(None, description="YAML or JSON policy, used until one is stored")
+    policy_again: bool = Field(
+        default=True,
+        description="a --policy file that differs from the stored one becomes the next",
+    )
+    leader_ttl_s: float = Field(10.0, ge=1, le=300, description="leadership lease")
+    sample_every_s: float = Field(30.0, ge=1, le=3600, description="journal a decision at rest")
+    keep_decisions: int = Field(
+        20_000, ge=100, le=10_000_000, description="journal at most so many"
+    )
+    keep_days: float = Field(30.0, gt=0, le=3650, description="and no older ones")
+    release_grace_s: float = Field(
+        20.0, ge=0, le=600, description="until a released worker is killed"
+    )
+
+    def first_policy(self) -> Policy:
+        """The policy of the given file.
+
+        Raises:
+            InvalidField: no file, or a wrong field in it.
+        """
+        if self.policy is None:
+            raise InvalidField("policy", "", "give --policy FILE.yaml or READYPLANE_POLICY")
+        return load_policy(self.policy)
+
+
+async def main(settings: Settings) -> None:
+    """Serve until told to stop."""
+    setup_logging("planner", settings.log_level)
+    settings.need("database_url", "redis_url", "registry", "router", "actuator")
+    policy = settings.first_policy()
+    await migrate(settings.database_url, "readyplane_planner")
+    engine, client = async_engine(settings.database_url), connect(settings.redis_url)
+    router = RouterClient(settings.router, settings.token)
+    actuator = ActuatorClient(settings.actuator, settings.token)
+    registry = RegistryClient(settings.registry, settings.token)
+    clock = SystemClock()
+    try:
+        await check_eviction(client)
+        service = PlannerService(
+            policy=policy,
+            router=router,
+            actuator=actuator,
+            registry=registry,
+            journal=PostgresJournal(engine),
+            leadership=Leadership(
+                RedisLeaseStore(client),
+                name=policy.model,
+                holder=f"{socket.gethostname()}-{secrets.token_hex(6)}",
+                ttl_s=settings.leader_ttl_s,
+                now_s=clock.monotonic_s,
+            ),
+            clock=clock,
+            make_id=lambda: secrets.token_hex(3),
+            metrics=PlannerMetrics(metrics),
+            upkeep=Upkeep(
+                sample_every_s=settings.sample_every_s,
+                keep_decisions=settings.keep_decisions,
+                keep_s=settings.keep_days * DAY_S,
+                release_grace_s=settings.release_grace_s,
+            ),
+        )
+        await service.begin()
+        if settings.policy_again:
+            await service.adopt(policy)
+        server = ServiceServer("planner", settings)
+        server.add_grpc(lambda grpc_server: rpc.register(grpc_server, service), rpc.FULL_NAME)
+        server.app.include_router(api.routes(service, server.stopping))
+        api.mount_page(server.app)
+        await server.run(background=[service.run], on_stop=service.aclose)
+    finally:
+        for port in (router, actuator, registry):
+            await port.aclose()
+        await client.aclose()
+        await engine.dispose()
+
+
+def run() -> None:
+    """Entry of the process."""
+    run_service(
+        lambda: main(
+            parse_settings(
+                Settings,
+                sys.argv[1:],
+                "python -m readyplane_planner",
+                "The planner: how many prefill and decode workers there should be, and why.",
+            )
+        )
+    )
+
+
+if __name__ == "__main__":
+    run()

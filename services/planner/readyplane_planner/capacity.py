@@ -1,0 +1,349 @@
+"""From work, profiles and arriving workers to predicted TTFT, TPOT and loads (R3, R4, R5).
+
+Owns the queueing model of both pools and the correction of their service rates. Hands Predictions
+to optimise and decide. Tokens, tokens/s and seconds throughout; pending capacity counts from the
+quantile of its arrival on and not before (R1.3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from readyplane.core.profile import ClassProfile
+
+WAIT_MAX_S = 3600.0
+"""A prediction beyond an hour says nothing more than 'far too late'."""
+CORRECTION_RANGE = (0.5, 2.0)
+CORRECTION_TAU_S = 120.0
+KV_FILL_MAX = 0.9
+"""Share of the KV pool that is planned for: the rest absorbs long answers and fragmentation."""
+STEPS = 8
+
+
+class Combine(StrEnum):
+    """How predicted and actual latency make a load (R3.1)."""
+
+    MAX = "max"
+    WEIGHTED = "weighted"
+    PREDICTED = "predicted"
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Workers of a pool: ready now, and seconds until each pending one is expected."""
+
+    ready: int
+    arrivals_s: tuple[float, ...] = ()
+
+    def at(self, ahead_s: float) -> int:
+        """Workers that serve `ahead_s` from now."""
+        return self.ready + sum(1 for eta in self.arrivals_s if eta <= ahead_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillModel:
+    """One P worker: tokens/s, seconds of a mean prompt, spread, and what every request pays."""
+
+    rate: float
+    own_s: float
+    cv2: float = 1.0
+    overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeModel:
+    """One D worker: iteration = base + per_sequence * n + per_kv_token * kv, in seconds."""
+
+    base_s: float
+    per_sequence_s: float
+    per_kv_token_s: float
+    context: float
+    osl: float
+    kv_tokens: float
+    sequences_max: float
+
+    def iteration_s(self, sequences: float) -> float:
+        """Seconds a token at that many sequences of the mean context."""
+        return self.base_s + sequences * (self.per_sequence_s + self.per_kv_token_s * self.context)
+
+    def sequences_at(self, tpot_s: float) -> float:
+        """Most sequences one worker runs within `tpot_s`, its KV pool and its batch limit."""
+        each_s = self.per_sequence_s + self.per_kv_token_s * self.context
+        by_time = (tpot_s - self.base_s) / each_s if each_s > 0 else self.sequences_max
+        by_memory = KV_FILL_MAX * self.kv_tokens / max(1.0, self.context)
+        return max(0.0, min(by_time, by_memory, self.sequences_max))
+
+    def rate_at(self, tpot_s: float) -> float:
+        """Tokens/s of one worker at the largest batch that keeps `tpot_s`; 0 when none does."""
+        sequences = self.sequences_at(tpot_s)
+        return sequences / self.iteration_s(sequences) if sequences > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Latency the pool is heading for: `value_s` at the demand's bound, `low_s` at its level."""
+
+    value_s: float
+    low_s: float
+    backlog_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Latency over target with its interval; None where nothing is known (never zero)."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    actual_s: float | None
+    predicted_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Observed over profiled service rate, smoothed in log space; 1 until something was measured."""
+
+    log_factor: float = 0.0
+    evidence_s: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Multiplies the profiled rate; within CORRECTION_RANGE."""
+        return math.exp(self.log_factor)
+
+
+def correct(before: Correction, ratios: Iterable[float], *, dt_s: float) -> Correction:
+    """Move the correction towards the median of measured/profiled rates of steady workers.
+
+    The caller leaves out workers that are warming up (B26) and calls nothing while samples are
+    stale or the pool is in transition: then the factor stays as it is.
+    """
+    sound = sorted(r for r in ratios if math.isfinite(r) and r > 0)
+    if not sound or dt_s <= 0:
+        return before
+    low, high = CORRECTION_RANGE
+    middle = (
+        sound[len(sound) // 2]
+        if len(sound) % 2
+        else math.sqrt(sound[len(sound) // 2 - 1] * sound[len(sound) // 2])
+    )
+    wanted = math.log(min(high, max(low, middle)))
+    step = 1.0 - math.exp(-dt_s / CORRECTION_TAU_S)
+    return Correction(
+        before.log_factor + step * (wanted - before.log_factor), before.evidence_s + dt_s
+    )
+
+
+def prefill_model(
+    profile: ClassProfile,
+    *,
+    isl: float,
+    uncached: float,
+    cv2: float,
+    factor: float,
+    overhead_s: float,
+) -> PrefillModel:
+    """Rates for the prompts as they are now; a cached prefix still costs its attention."""
+    cached = max(0.0, isl - uncached)
+    own_s = profile.prefill_s(max(1.0, uncached), cached) / factor
+    return PrefillModel(max(1.0, uncached) / own_s, own_s, cv2, overhead_s)
+
+
+def decode_model(profile: ClassProfile, *, isl: float, osl: float, factor: float) -> DecodeModel:
+    """Iteration costs at the mean context: the whole prompt and half of the answer."""
+    a, b, c = profile.decode_coefficients_s()
+    return DecodeModel(
+        base_s=a / factor,
+        per_sequence_s=b / factor,
+        per_kv_token_s=c / factor,
+        context=max(1.0, isl + osl / 2.0),
+        osl=max(1.0, osl),
+        kv_tokens=float(profile.kv_capacity_tokens),
+        sequences_max=float(profile.max_num_seqs),
+    )
+
+
+def waiting_s(
+    *, demand: float, rate: float, workers: int, own_s: float, cv2: float, quantile: float
+) -> float:
+    """Quantile of the steady wait before prefill of `workers` servers (Sakasegawa's M/G/c).
+
+    Returns WAIT_MAX_S where there is no steady state.
+    """
+    if demand <= 0:
+        return 0.0
+    if workers <= 0 or rate <= 0:
+        return WAIT_MAX_S
+    busy = demand / (workers * rate)
+    if busy >= 1.0:
+        return WAIT_MAX_S
+    queued = math.pow(busy, math.sqrt(2.0 * (workers + 1)) - 1.0)
+    mean_s = queued / (workers * (1.0 - busy)) * own_s * (1.0 + cv2) / 2.0
+    rest = 1.0 - quantile
+    if queued <= rest:
+        return 0.0
+    return min(WAIT_MAX_S, mean_s / queued * math.log(queued / rest))
+
+
+def backlog_after(
+    *, backlog: float, demand: float, rate: float, supply: Supply, horizon_s: float
+) -> float:
+    """Tokens still queued after the horizon, with pending workers joining at their arrival."""
+    at_s, tokens = 0.0, backlog
+    for eta in (*sorted(e for e in supply.arrivals_s if 0 < e < horizon_s), horizon_s):
+        tokens = max(0.0, tokens + (demand - supply.at(at_s) * rate) * (eta - at_s))
+        at_s = eta
+    return tokens
+
+
+def ttft_s(
+    model: PrefillModel, *, demand: float, backlog: float, workers: int, quantile: float
+) -> float:
+    """Time to the first token for who arrives now: the queue ahead, the wait, its own prefill."""
+    if workers <= 0:
+        return WAIT_MAX_S if demand > 0 or backlog > 0 else model.own_s + model.overhead_s
+    ahead_s = backlog / (workers * model.rate)
+    wait_s = waiting_s(
+        demand=demand,
+        rate=model.rate,
+        workers=workers,
+        own_s=model.own_s,
+        cv2=model.cv2,
+        quantile=quantile,
+    )
+    if demand >= workers * model.rate:
+        # No steady state: what counts is the real queue, not the infinite one of the formula.
+        wait_s = 0.0
+    # Work in service fills the workers before anybody waits, so the two are not added up.
+    return min(WAIT_MAX_S, max(ahead_s, wait_s) + model.own_s + model.overhead_s)
+
+
+def predict_ttft(
+    model: PrefillModel,
+    *,
+    level: float,
+    upper: float,
+    backlog: float,
+    supply: Supply,
+    horizon_s: float,
+    quantile: float,
+) -> Prediction:
+    """Worst TTFT over the horizon with the workers that are there and on their way (R5.1)."""
+    worst, low, left = 0.0, 0.0, backlog
+    for step in range(STEPS + 1):
+        ahead_s = horizon_s * step / STEPS
+        workers = supply.at(ahead_s)
+        left = backlog_after(
+            backlog=backlog, demand=upper, rate=model.rate, supply=supply, horizon_s=ahead_s
+        )
+        mild = backlog_after(
+            backlog=backlog, demand=level, rate=model.rate, supply=supply, horizon_s=ahead_s
+        )
+        worst = max(
+            worst, ttft_s(model, demand=upper, backlog=left, workers=workers, quantile=quantile)
+        )
+        low = max(
+            low, ttft_s(model, demand=level, backlog=mild, workers=workers, quantile=quantile)
+        )
+    return Prediction(worst, low, left)
+
+
+def steady_sequences(model: DecodeModel, *, demand: float, workers: int) -> float:
+    """Sequences of the whole pool when `demand` tokens/s are served; inf where that cannot be."""
+    if demand <= 0:
+        return 0.0
+    if workers <= 0:
+        return math.inf
+    each_s = model.per_sequence_s + model.per_kv_token_s * model.context
+    share = demand / workers
+    if share * each_s >= 1.0:
+        return math.inf
+    return workers * share * model.base_s / (1.0 - share * each_s)
+
+
+def predict_tpot(
+    model: DecodeModel,
+    *,
+    level: float,
+    upper: float,
+    sequences: float,
+    supply: Supply,
+    horizon_s: float,
+) -> Prediction:
+    """Worst TPOT over the horizon. Demand lags: what runs now drains while new answers begin."""
+    worst, low, now = 0.0, 0.0, sequences
+    mild = sequences
+    step_s = horizon_s / STEPS
+    for step in range(STEPS + 1):
+        workers = max(1, supply.at(step_s * step))
+        worst = max(worst, model.iteration_s(now / workers))
+        low = max(low, model.iteration_s(mild / workers))
+        now = _sequences_after(model, now, upper, workers, step_s)
+        mild = _sequences_after(model, mild, level, workers, step_s)
+    if supply.at(horizon_s) <= 0 and (upper > 0 or sequences > 0):
+        return Prediction(WAIT_MAX_S, WAIT_MAX_S if level > 0 else low)
+    return Prediction(min(WAIT_MAX_S, worst), min(WAIT_MAX_S, low))
+
+
+def _sequences_after(
+    model: DecodeModel, sequences: float, demand: float, workers: int, step_s: float
+) -> float:
+    """Fluid step: answers begin at demand/osl and end at the rate the batch makes tokens."""
+    cap = workers * model.sequences_max
+    running = min(sequences, cap)
+    tokens_per_s = running / model.iteration_s(running / workers) if running > 0 else 0.0
+    return max(0.0, sequences + (demand - tokens_per_s) / model.osl * step_s)
+
+
+def load_of(
+    prediction: Prediction | None,
+    *,
+    actual_s: float | None,
+    count: int,
+    target_s: float,
+    combine: Combine,
+    weight: float,
+    count_min: int,
+) -> Load:
+    """Combined latency over target, with an interval (R3.1).
+
+    Args:
+        actual_s, count: a quantile and how many samples it rests on; below `count_min` it is not
+            known. weight: share of the actual one when `combine` is weighted.
+    """
+    actual = actual_s if actual_s is not None and count >= count_min else None
+    predicted = None if prediction is None else prediction.value_s
+    if combine is Combine.PREDICTED:
+        actual_used = None
+    else:
+        actual_used = actual
+    value = _combined(predicted, actual_used, combine, weight)
+    if value is None:
+        return Load(None, None, None, actual, predicted)
+    spread = 1.645 / math.sqrt(max(1, count))
+    low_of = None if prediction is None else prediction.low_s
+    low = _combined(
+        low_of,
+        None if actual_used is None else actual_used * (1 - min(0.9, spread)),
+        combine,
+        weight,
+    )
+    high = _combined(
+        predicted, None if actual_used is None else actual_used * (1 + spread), combine, weight
+    )
+    bounds = sorted(v / target_s for v in (low, value, high) if v is not None)
+    return Load(value / target_s, bounds[0], bounds[-1], actual, predicted)
+
+
+def _combined(
+    predicted: float | None, actual: float | None, combine: Combine, weight: float
+) -> float | None:
+    known: Sequence[float] = [v for v in (predicted, actual) if v is not None]
+    if not known:
+        return None
+    if combine is Combine.WEIGHTED and predicted is not None and actual is not None:
+        return (1.0 - weight) * predicted + weight * actual
+    return max(known)

@@ -1,0 +1,550 @@
+"""One tick: observe, forecast, predict, optimise, guard, and say it in orders and reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from readyplane_planner import capacity, guard, optimise, rollout
+from readyplane_planner.capacity import Load, Prediction, Supply
+from readyplane_planner.decide import demand, victims
+from readyplane_planner.decide.pools import Pool, census, eta_s
+from readyplane_planner.decide.values import (
+    POOLS,
+    Decision,
+    Drain,
+    Memory,
+    OpenOrder,
+    Plan,
+    PoolDecision,
+    Reason,
+    Release,
+    StartOrder,
+)
+from readyplane_planner.guard import Counts, Limits, PoolMemory, Trust, Verdict
+from readyplane_planner.optimise import Bounds, Demand, Optimiser, Problem, Proposal
+from readyplane_planner.signals import Kind, Observation
+
+SERVED_MAX = 4096
+Both = tuple[Pool, Pool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Forecasts:
+    """Predicted latencies and the loads they make."""
+
+    ttft: Prediction | None
+    tpot: Prediction | None
+    load_p: Load
+    load_d: Load
+
+
+def decide(
+    observation: Observation,
+    plan: Plan,
+    memory: Memory,
+    *,
+    now_s: float,
+    decision_id: str,
+    optimiser: Optimiser = optimise.size,
+) -> tuple[Decision, Memory]:
+    """The decision of one tick.
+
+    Args:
+        now_s: planner's monotonic clock. decision_id: becomes part of every new worker's name.
+        optimiser: proposes targets; guard judges whatever it proposes, and stands in for it when
+            it fails (R23.2).
+    """
+    pools = (
+        census("prefill", observation, plan, memory, now_s=now_s),
+        census("decode", observation, plan, memory, now_s=now_s),
+    )
+    memory = demand.fold(observation, plan, memory, now_s=now_s)
+    model, memory = demand.needs(observation, plan, memory, now_s=now_s)
+    memory = demand.corrected(observation, plan, memory, pools, model)
+    seen = _predict(observation, plan, model, pools)
+    reasons: list[Reason] = _facts(observation, pools, memory)
+    proposal, memory = _propose(observation, plan, memory, model, pools, seen, optimiser, reasons)
+    counts = _counts(observation, plan, model, pools)
+    verdicts, memory = _judge(
+        observation, plan, memory, pools, counts, proposal, reasons, now_s=now_s
+    )
+    acted = _act(observation, plan, memory, pools, verdicts, reasons, decision_id, now_s=now_s)
+    memory = acted.memory
+    both = [
+        _pool_decision(name, observation, plan, memory, verdict, proposal, count, pool, model, seen)
+        for name, verdict, count, pool in zip(POOLS, acted.verdicts, counts, pools, strict=True)
+    ]
+    turn_s = _turn_s(observation)
+    memory = replace(
+        memory,
+        guard_p=guard.took(memory.guard_p, acted.verdicts[0], turn_s=turn_s, now_s=now_s),
+        guard_d=guard.took(memory.guard_d, acted.verdicts[1], turn_s=turn_s, now_s=now_s),
+        last_s=now_s,
+    )
+    decision = Decision(
+        decision_id=decision_id,
+        model=plan.model,
+        at_s=now_s,
+        policy_version=plan.version,
+        policy_digest=plan.digest,
+        prefill=both[0],
+        decode=both[1],
+        orders=tuple(acted.orders),
+        drains=tuple(acted.drains),
+        releases=tuple(acted.releases),
+        why=tuple(reasons) or (Reason("steady", "targets fit the demand"),),
+        signal_ages_s={
+            name: signal.age_s if signal.value is not None else None
+            for name, signal in observation.signals().items()
+        },
+        infeasible=() if proposal is None else proposal.infeasible,
+        stranded_p=0 if proposal is None else proposal.stranded_p,
+        degraded=_degraded(observation),
+    )
+    return decision, memory
+
+
+def _facts(observation: Observation, pools: Both, memory: Memory) -> list[Reason]:
+    """What was wrong with the data and what happened to starts, before any rule speaks."""
+    reasons = [Reason("bad_value", f"refused sample {name}") for name in observation.bad[:5]]
+    if observation.dead_series:
+        reasons.append(Reason("dead_series", f"{observation.dead_series} ended workers ignored"))
+    if observation.idle:
+        reasons.append(Reason("idle", "no arrivals and nothing in flight"))
+    for pool in pools:
+        reasons.extend(
+            Reason("refused", f"{r.worker_id}: {r.reason}", pool.name)
+            for r in observation.refused
+            if r.pool == pool.name
+        )
+        reasons.extend(Reason("overdue", r.why, pool.name) for r in pool.releases)
+        refused = {r.worker_id for r in observation.refused}
+        reasons.extend(
+            Reason("start_failed", f"{worker_id} did not become ready", pool.name)
+            for worker_id in pool.failed
+            if worker_id not in refused
+        )
+        desired = memory.guard(pool.name).desired
+        live = len(pool.ready) + len(pool.coming)
+        lost = len(pool.failed) + len(pool.overdue)
+        if desired is not None and live != desired and not lost and observation.fleet_known:
+            text = f"desired {desired}, observed {live} ready or on their way"
+            reasons.append(Reason("drift", text, pool.name))
+    return reasons
+
+
+def _predict(observation: Observation, plan: Plan, model: demand.Needs, pools: Both) -> _Forecasts:
+    ttft = tpot = None
+    if observation.queue.known and observation.prefill_work.known:
+        ttft = capacity.predict_ttft(
+            model.model_p,
+            level=model.work_p.level,
+            upper=model.work_p.upper,
+            backlog=observation.queue.get(),
+            supply=_supply(pools[0], observation),
+            horizon_s=model.work_p.horizon_s,
+            quantile=plan.slo_quantile,
+        )
+    if observation.decoding.known and observation.decode_work.known:
+        tpot = capacity.predict_tpot(
+            model.model_d,
+            level=model.work_d.level,
+            upper=model.work_d.upper,
+            sequences=observation.decoding.get(),
+            supply=_supply(pools[1], observation),
+            horizon_s=model.work_d.horizon_s,
+        )
+
+    def load(name: str, prediction: Prediction | None, target_s: float) -> Load:
+        window = observation.latency.get(name)
+        return capacity.load_of(
+            prediction,
+            actual_s=window.p90_s if window is not None and window.count else None,
+            count=window.count if window is not None else 0,
+            target_s=target_s,
+            combine=plan.combine,
+            weight=plan.combine_weight,
+            count_min=plan.actual_count_min,
+        )
+
+    return _Forecasts(
+        ttft, tpot, load("ttft_actual", ttft, plan.ttft_s), load("tpot_actual", tpot, plan.tpot_s)
+    )
+
+
+def _supply(pool: Pool, observation: Observation) -> Supply:
+    quantiles = observation.t_ready[pool.name]
+    etas = sorted(eta_s(c.age_s, quantiles, late=True) for c in pool.coming)
+    return Supply(len(pool.ready), tuple(etas))
+
+
+def _propose(
+    observation: Observation,
+    plan: Plan,
+    memory: Memory,
+    model: demand.Needs,
+    pools: Both,
+    seen: _Forecasts,
+    optimiser: Optimiser,
+    reasons: list[Reason],
+) -> tuple[Proposal | None, Memory]:
+    """Ask the optimiser where the demand is known; else only what is certain may grow a pool."""
+    if not (observation.prefill_work.known and observation.decode_work.known):
+        return None, memory
+    if not (observation.queue.known and observation.decoding.known):
+        return None, memory
+    problem = Problem(
+        prefill=model.model_p,
+        decode=model.model_d,
+        demand_p=Demand(model.work_p.level, model.work_p.upper, backlog=observation.queue.get()),
+        demand_d=Demand(
+            model.work_d.level, model.work_d.upper, sequences=observation.decoding.get()
+        ),
+        supply_p=_supply(pools[0], observation),
+        supply_d=_supply(pools[1], observation),
+        bounds_p=_bounds(plan, "prefill"),
+        bounds_d=_bounds(plan, "decode"),
+        t_ready_p_s=observation.t_ready["prefill"].p90_s,
+        t_ready_d_s=observation.t_ready["decode"].p90_s,
+        ttft_target_s=plan.ttft_s,
+        tpot_target_s=plan.tpot_s,
+        catch_up_s=plan.catch_up_s,
+        headroom=plan.headroom,
+        band=plan.band,
+        quantile=plan.slo_quantile,
+        budget_gpus=plan.budget_gpus,
+    )
+    if observation.idle:
+        # Nothing arrives and nothing runs: what was forecast from the past must not hold a pool.
+        idle = Demand(0.0, 0.0)
+        problem = replace(problem, demand_p=idle, demand_d=idle)
+    try:
+        proposal = optimiser(problem)
+    except Exception as error:  # noqa: BLE001 - whatever an optimiser does, the guard goes on
+        reasons.append(Reason("optimiser_failed", f"{type(error).__name__}: {error}"))
+        live_p, live_d = (len(p.ready) + len(p.coming) for p in pools)
+        p = guard.fallback(live=live_p, load=seen.load_p.value, limits=plan.prefill.limits)
+        d = guard.fallback(live=live_d, load=seen.load_d.value, limits=plan.decode.limits)
+        kept = Proposal(p, d, max(p, live_p), max(d, live_d))
+        return kept, replace(memory, fallbacks=memory.fallbacks + 1)
+    reasons.extend(Reason(code, text) for code, text in proposal.reasons)
+    return proposal, memory
+
+
+def _bounds(plan: Plan, name: str) -> Bounds:
+    limits = plan.pool(name).limits
+    return Bounds(limits.low, limits.high, limits.gpus)
+
+
+def _counts(
+    observation: Observation, plan: Plan, model: demand.Needs, pools: Both
+) -> tuple[Counts, Counts]:
+    """Counts for the guard; a queue that the TTFT target has no room for is a backlog (B23)."""
+    slack_s = max(0.0, plan.ttft_s - model.model_p.own_s)
+    most = max(1, len(pools[0].ready)) * model.model_p.rate * slack_s * 0.5
+    waiting = observation.queue.known and observation.queue.get() > most
+    sequences = observation.decoding.get()
+    full = max(1, len(pools[1].ready)) * model.model_d.sequences_at(plan.tpot_s)
+    return pools[0].counts(backlog=waiting), pools[1].counts(backlog=sequences > full > 0)
+
+
+def _trust(observation: Observation) -> Trust:
+    unknown = observation.unknown()
+    why = ", ".join(
+        f"{name} is {observation.signals()[name].kind} ({observation.signals()[name].why})"
+        for name in unknown
+    )
+    if not observation.fleet_known:
+        why = why or "the router's fleet is not known"
+    if not observation.allocations_known:
+        why = f"{why}; the actuator does not answer" if why else "the actuator does not answer"
+    bad = bool(observation.bad)
+    shrink = not unknown and not bad and observation.fleet_known and observation.allocations_known
+    return Trust(
+        grow=observation.allocations_known,
+        shrink=shrink,
+        why=why or ("a sample was refused" if bad else ""),
+    )
+
+
+def _judge(
+    observation: Observation,
+    plan: Plan,
+    memory: Memory,
+    pools: Both,
+    counts: tuple[Counts, Counts],
+    proposal: Proposal | None,
+    reasons: list[Reason],
+    *,
+    now_s: float,
+) -> tuple[tuple[Verdict, Verdict], Memory]:
+    trust = _trust(observation)
+    verdicts: list[Verdict] = []
+    guards: list[PoolMemory] = []
+    overrides = dict(memory.overrides)
+    for name, pool, count in zip(POOLS, pools, counts, strict=True):
+        limits = _held_for(name, observation, plan)
+        before = memory.guard(name)
+        if pool.became_ready:
+            before = guard.succeeded(before)
+        before = guard.failed(before, _losses(pool, memory), limits=limits, now_s=now_s)
+        wanted = keep = None
+        if proposal is not None:
+            wanted = proposal.p if name == "prefill" else proposal.d
+            keep = proposal.p_keep if name == "prefill" else proposal.d_keep
+        verdict, after = guard.judge(
+            wanted=wanted,
+            keep=keep,
+            counts=count,
+            memory=before,
+            limits=limits,
+            trust=trust,
+            paused=plan.paused,
+            now_s=now_s,
+        )
+        verdicts.append(verdict)
+        guards.append(after)
+    limits_both = (plan.prefill.limits, plan.decode.limits)
+    pair = guard.budgeted((verdicts[0], verdicts[1]), counts, limits_both, plan.budget_gpus)
+    for name, verdict in zip(POOLS, pair, strict=True):
+        for code, text in verdict.reasons:
+            reasons.append(Reason(code, text, name))
+            overrides[code] = overrides.get(code, 0) + 1
+    return pair, replace(memory, guard_p=guards[0], guard_d=guards[1], overrides=overrides)
+
+
+def _held_for(name: str, observation: Observation, plan: Plan) -> Limits:
+    """Limits with the idle time after which giving up is cheaper than keeping (ski rental).
+
+    Letting a worker go costs a start later and a drain now: T_ready + T_drain, as measured.
+    """
+    limits = plan.pool(name).limits
+    if limits.hold_s is not None:
+        return limits
+    drain_s = observation.lengths.osl * plan.tpot_s if name == "decode" else plan.ttft_s
+    return replace(limits, hold_s=observation.t_ready[name].p50_s + drain_s)
+
+
+def _losses(pool: Pool, memory: Memory) -> int:
+    """Starts lost in this tick: an order is counted once, when it leaves the open ones."""
+    open_ids = {o.worker_id for o in memory.orders}
+    lost = {*pool.failed, *(c.worker_id for c in pool.overdue)}
+    return len(lost & open_ids)
+
+
+@dataclass(slots=True)
+class _Acted:
+    memory: Memory
+    verdicts: tuple[Verdict, Verdict]
+    orders: list[StartOrder]
+    drains: list[Drain]
+    releases: list[Release]
+
+
+def _act(
+    observation: Observation,
+    plan: Plan,
+    memory: Memory,
+    pools: Both,
+    verdicts: tuple[Verdict, Verdict],
+    reasons: list[Reason],
+    decision_id: str,
+    *,
+    now_s: float,
+) -> _Acted:
+    """Turn verdicts into orders, drains and releases, and remember them."""
+    seen = [(c.digest, c.number) for p in pools for c in p.coming]
+    seen += [(w.manifest_digest, w.generation) for p in pools for w in (*p.ready, *p.draining)]
+    memory = replace(
+        memory, generation=rollout.advance(memory.generation, plan.manifest_digest, seen)
+    )
+    acted = _Acted(memory, verdicts, [], [], [])
+    done: list[Verdict] = []
+    for pool, verdict in zip(pools, verdicts, strict=True):
+        if not plan.paused:
+            acted.releases.extend(pool.releases)
+        grow = verdict.grow
+        retire: tuple[str, ...] = ()
+        if not plan.paused and not verdict.shrink and not grow:
+            grow, retire = _rolling(pool, verdict, acted.memory, plan, reasons, now_s=now_s)
+        if grow and not plan.manifest_digest:
+            reasons.append(Reason("artifact_unknown", "no artifact to start from", pool.name))
+            grow = 0
+        _order(acted, pool.name, grow, plan, decision_id, now_s=now_s)
+        given_up = _give_up(acted, pool, verdict.shrink, retire, plan, reasons)
+        done.append(replace(verdict, grow=grow, shrink=given_up))
+    acted.verdicts = (done[0], done[1])
+    acted.memory = _remember(acted, observation, pools, now_s=now_s)
+    return acted
+
+
+def _rolling(
+    pool: Pool,
+    verdict: Verdict,
+    memory: Memory,
+    plan: Plan,
+    reasons: list[Reason],
+    *,
+    now_s: float,
+) -> tuple[int, tuple[str, ...]]:
+    """One surge worker of the new generation, then one old worker to retire (R17.2)."""
+    members = [
+        *(
+            rollout.Member(w.worker_id, w.manifest_digest, w.generation, True, w.attached)
+            for w in pool.ready
+        ),
+        *(rollout.Member(c.worker_id, c.digest, c.number, False, c.attached) for c in pool.coming),
+    ]
+    wanted = rollout.step(
+        members,
+        current=memory.generation,
+        target=verdict.target,
+        draining=len(pool.draining),
+        surge_max=plan.surge,
+    )
+    if not wanted.old:
+        return 0, ()
+    text = f"{wanted.old} workers of an older generation, now {memory.generation.number}"
+    reasons.append(Reason("rollout", text, pool.name))
+    room = max(0, verdict.target + wanted.surge - len(members))
+    waits = now_s < memory.guard(pool.name).retry_s
+    return (0 if waits else room), wanted.retire
+
+
+def _order(
+    acted: _Acted, name: str, count: int, plan: Plan, decision_id: str, *, now_s: float
+) -> None:
+    memory = acted.memory
+    suffix = decision_id.rpartition("-")[2]
+    for _ in range(count):
+        memory = replace(memory, numbered=memory.numbered + 1)
+        worker_id = f"{name[0]}-{memory.numbered}-{suffix}"
+        acted.orders.append(
+            StartOrder(
+                worker_id=worker_id,
+                pool=name,
+                worker_class=plan.pool(name).worker_class,
+                manifest_digest=plan.manifest_digest,
+                generation=max(1, memory.generation.number),
+                mode=plan.start_mode,
+            )
+        )
+        order = OpenOrder(worker_id, name, now_s, decision_id)
+        memory = replace(memory, orders=(*memory.orders, order))
+    acted.memory = memory
+
+
+def _give_up(
+    acted: _Acted,
+    pool: Pool,
+    count: int,
+    retire: Sequence[str],
+    plan: Plan,
+    reasons: list[Reason],
+) -> int:
+    """Cancel starts first, then drain ready workers; returns how many went."""
+    coming = victims.from_coming(pool.coming, count)
+    for item in coming:
+        why = f"cancelled after {item.age_s:.1f} s: it is needed no more"
+        acted.releases.append(Release(item.worker_id, pool.name, why))
+    digest = plan.manifest_digest
+    ready = victims.from_ready(
+        pool.ready, count - len(coming), digest=digest, min_ready_s=plan.min_ready_s
+    )
+    ready += [w for w in pool.ready if w.worker_id in set(retire) and w not in ready]
+    for worker in ready:
+        why = (
+            f"holds {worker.active} sequences and {worker.promised_prefill_tokens} promised tokens"
+        )
+        acted.drains.append(
+            Drain(worker.worker_id, pool.name, worker.epoch, plan.drain_deadline_s, why)
+        )
+        reasons.append(Reason("victim", f"{worker.worker_id} {why}", pool.name))
+    if count and not coming and not ready:
+        reasons.append(
+            Reason("no_victim", "every worker is too fresh, busiest or not ours", pool.name)
+        )
+    return len(coming) + len(ready)
+
+
+def _remember(acted: _Acted, observation: Observation, pools: Both, *, now_s: float) -> Memory:
+    """Close orders that came, failed or were given up; follow drains until they are gone."""
+    memory = acted.memory
+    ready = {w.worker_id for p in pools for w in p.ready}
+    lost = {w for p in pools for w in p.failed} | {c.worker_id for p in pools for c in p.overdue}
+    lost |= {r.worker_id for r in acted.releases}
+    alive = {w.worker_id for w in observation.workers}
+    held = {a.worker_id for a in observation.allocations if a.state not in {"exited", "failed"}}
+    orders = tuple(o for o in memory.orders if o.worker_id not in ready | lost)
+    left = alive | held
+    draining = dict(memory.draining)
+    draining = {
+        worker_id: since
+        for worker_id, since in draining.items()
+        if worker_id in left or not (observation.fleet_known and observation.allocations_known)
+    }
+    leaving = [d.worker_id for d in acted.drains] + [w.worker_id for p in pools for w in p.draining]
+    for worker_id in leaving:
+        draining.setdefault(worker_id, now_s)
+    served = tuple(dict.fromkeys((*(s for s in memory.served if s in left), *sorted(ready))))
+    before = dict(memory.suspects)
+    suspects = {s: before.get(s, now_s) for p in pools for s in p.suspects}
+    return replace(
+        memory,
+        orders=orders,
+        draining=tuple(sorted(draining.items())),
+        served=served[-SERVED_MAX:],
+        suspects=tuple(sorted(suspects.items())),
+    )
+
+
+def _turn_s(observation: Observation) -> float:
+    """A change of direction within twice T_ready is a reversal (drain time adds to it)."""
+    return 2.0 * max(q.p90_s for q in observation.t_ready.values())
+
+
+def _pool_decision(
+    name: str,
+    observation: Observation,
+    plan: Plan,
+    memory: Memory,
+    verdict: Verdict,
+    proposal: Proposal | None,
+    counts: Counts,
+    pool: Pool,
+    model: demand.Needs,
+    seen: _Forecasts,
+) -> PoolDecision:
+    is_p = name == "prefill"
+    quantiles = observation.t_ready[name]
+    wanted = keep = None
+    if proposal is not None:
+        wanted, keep = (proposal.p, proposal.p_keep) if is_p else (proposal.d, proposal.d_keep)
+    desired = memory.guard(name).desired
+    correction = memory.correct_p if is_p else memory.correct_d
+    return PoolDecision(
+        before=counts.live if desired is None else desired,
+        target=verdict.target,
+        wanted=wanted,
+        keep=keep,
+        counts=counts,
+        load=seen.load_p if is_p else seen.load_d,
+        forecast=model.work_p if is_p else model.work_d,
+        worker_rate=model.model_p.rate if is_p else model.model_d.rate_at(plan.tpot_s),
+        correction=correction.factor,
+        t_ready=quantiles,
+        etas_s=tuple(sorted(eta_s(c.age_s, quantiles, late=False) for c in pool.coming)),
+    )
+
+
+def _degraded(observation: Observation) -> str:
+    """Why decisions rest on less than everything; empty when nothing is missing."""
+    if observation.degraded:
+        return observation.degraded
+    unknown = [
+        n for n in observation.unknown() if observation.signals()[n].kind is not Kind.WARMING
+    ]
+    if unknown:
+        return f"{', '.join(unknown)}: {observation.signals()[unknown[0]].why}"
+    return "" if observation.allocations_known else "the actuator does not answer"

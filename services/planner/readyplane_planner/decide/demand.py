@@ -1,0 +1,152 @@
+"""What is asked of both pools: forecasts, recent mean lengths, and service models that fit them.
+
+Token work is forecast directly; lengths only turn it into service times and are never multiplied
+as independent forecasts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from readyplane_planner import capacity, forecast
+from readyplane_planner.capacity import Correction, DecodeModel, PrefillModel
+from readyplane_planner.decide.pools import Pool
+from readyplane_planner.decide.values import Averages, Memory, Plan
+from readyplane_planner.forecast import Forecast, Series
+from readyplane_planner.signals import Observation, Signal
+
+LENGTHS_TAU_S = 60.0
+"""Recent mean lengths fade with this time constant: fast enough for a cache shift, slow enough
+that one long prompt does not move them."""
+REQUESTS_FEW = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Forecasts and models of this tick."""
+
+    work_p: Forecast
+    work_d: Forecast
+    model_p: PrefillModel
+    model_d: DecodeModel
+
+
+def fold(observation: Observation, plan: Plan, memory: Memory, *, now_s: float) -> Memory:
+    """Take the tick's rates into the series; an unknown rate breaks them and is never a zero."""
+    work_p = _fold(memory.work_p, observation.prefill_work, observation.dt_s, plan, now_s)
+    work_d = _fold(memory.work_d, observation.decode_work, observation.dt_s, plan, now_s)
+    averages = memory.averages
+    rates = (observation.arrivals, observation.prompt_work, observation.prefill_work)
+    if observation.dt_s > 0 and all(signal.known for signal in rates):
+        fade = math.exp(-observation.dt_s / LENGTHS_TAU_S)
+        requests, tokens, uncached = (s.get() * observation.dt_s for s in rates)
+        averages = Averages(
+            averages.requests * fade + requests,
+            averages.tokens * fade + tokens,
+            averages.uncached * fade + uncached,
+        )
+    bad = memory.bad_samples + len(observation.bad)
+    return replace(memory, work_p=work_p, work_d=work_d, averages=averages, bad_samples=bad)
+
+
+def _fold(series: Series, rate: Signal, dt_s: float, plan: Plan, now_s: float) -> Series:
+    if not rate.known or dt_s <= 0:
+        return forecast.broken(series)
+    return forecast.update(series, rate.get(), dt_s=dt_s, now_s=now_s, knobs=plan.knobs)
+
+
+def needs(
+    observation: Observation, plan: Plan, memory: Memory, *, now_s: float
+) -> tuple[Needs, Memory]:
+    """Forecast over the coming T_ready plus one control interval, and remember the forecasts."""
+    horizon_p = observation.t_ready["prefill"].p90_s + plan.tick_s
+    horizon_d = observation.t_ready["decode"].p90_s + plan.tick_s
+    work_p = forecast.predict(memory.work_p, horizon_s=horizon_p, knobs=plan.knobs)
+    work_d = forecast.predict(memory.work_d, horizon_s=horizon_d, knobs=plan.knobs)
+    isl, uncached = mean_lengths(observation, memory.averages)
+    model_p = capacity.prefill_model(
+        plan.prefill.profile,
+        isl=isl,
+        uncached=uncached,
+        cv2=observation.lengths.isl_cv2,
+        factor=memory.correct_p.factor,
+        overhead_s=plan.overhead_s,
+    )
+    model_d = capacity.decode_model(
+        plan.decode.profile,
+        isl=isl,
+        osl=observation.lengths.osl,
+        factor=memory.correct_d.factor,
+    )
+    memory = replace(
+        memory,
+        work_p=forecast.remember(memory.work_p, work_p, now_s=now_s, knobs=plan.knobs),
+        work_d=forecast.remember(memory.work_d, work_d, now_s=now_s, knobs=plan.knobs),
+    )
+    return Needs(work_p, work_d, model_p, model_d), memory
+
+
+def mean_lengths(observation: Observation, averages: Averages) -> tuple[float, float]:
+    """(prompt tokens, uncached ones) of recent requests; few of them lean on the life's mean."""
+    lengths = observation.lengths
+    weight = min(1.0, averages.requests / REQUESTS_FEW)
+    if averages.requests <= 0:
+        return lengths.isl, lengths.uncached
+    isl = weight * averages.tokens / averages.requests + (1 - weight) * lengths.isl
+    uncached = weight * averages.uncached / averages.requests + (1 - weight) * lengths.uncached
+    return max(1.0, isl), max(1.0, min(uncached, isl))
+
+
+def corrected(
+    observation: Observation, plan: Plan, memory: Memory, pools: tuple[Pool, Pool], model: Needs
+) -> Memory:
+    """Learn how fast workers really are, from steady ones only.
+
+    Frozen while the data is old or the pool is changing; a worker that has just become ready is
+    left out, since its first batches say nothing of what it can do (B26).
+    """
+    dt_s = observation.dt_s
+    if dt_s <= 0 or observation.bad:
+        return memory
+    pool_p, pool_d = pools
+    correct_p, correct_d = memory.correct_p, memory.correct_d
+    if _steady(pool_p):
+        base = model.model_p.rate / memory.correct_p.factor
+        correct_p = _learn(
+            correct_p,
+            (
+                w.prefill_rate / base
+                for w in pool_p.ready
+                if _warm(w.ready_age_s, plan) and w.prefill_rate is not None and base > 0
+            ),
+            dt_s,
+        )
+    if _steady(pool_d):
+        profile = plan.decode.profile
+        correct_d = _learn(
+            correct_d,
+            (
+                profile.iteration_s(w.running, w.kv_tokens) / w.iteration_s
+                for w in pool_d.ready
+                if _warm(w.ready_age_s, plan)
+                and w.iteration_s
+                and w.running
+                and w.kv_tokens is not None
+            ),
+            dt_s,
+        )
+    return replace(memory, correct_p=correct_p, correct_d=correct_d)
+
+
+def _steady(pool: Pool) -> bool:
+    return not (pool.coming or pool.draining or pool.overdue)
+
+
+def _warm(ready_age_s: float | None, plan: Plan) -> bool:
+    return ready_age_s is not None and ready_age_s >= plan.warm_worker_s
+
+
+def _learn(before: Correction, ratios: Iterable[float], dt_s: float) -> Correction:
+    return capacity.correct(before, ratios, dt_s=dt_s)

@@ -1,0 +1,208 @@
+"""A pool as it really is: who is ready, on the way, overdue, draining, failed or left behind.
+
+Desired is compared with what is observed, never with itself (B41). A worker on its way counts as
+arriving capacity until the bound of its ETA has passed, then no more (B20, B36).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from readyplane.core.startup import StartQuantiles
+from readyplane.core.worker import WorkerState
+from readyplane_planner.decide.values import ROLE_OF, Memory, OpenOrder, Plan, Release
+from readyplane_planner.guard import Counts
+from readyplane_planner.signals import Allocation, Observation, WorkerView
+
+ENDED = frozenset({"exited", "failed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A worker on its way: seconds since its order, the artifact and whether an agent runs."""
+
+    worker_id: str
+    age_s: float
+    digest: str = ""
+    number: int = 0
+    attached: bool = False
+
+
+@dataclass(slots=True)
+class Pool:
+    """The members of one pool by what they are. Built here, read-only afterwards."""
+
+    name: str
+    ready: list[WorkerView] = field(default_factory=list)
+    coming: list[Coming] = field(default_factory=list)
+    draining: list[WorkerView] = field(default_factory=list)
+    stalled: list[WorkerView] = field(default_factory=list)
+    overdue: list[Coming] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    releases: list[Release] = field(default_factory=list)
+    suspects: list[str] = field(default_factory=list)
+    became_ready: int = 0
+
+    def counts(self, *, backlog: bool) -> Counts:
+        """In the guard's words."""
+        return Counts(
+            ready=len(self.ready),
+            pending=len(self.coming),
+            draining=len(self.draining) + len(self.stalled),
+            expired=len(self.overdue),
+            backlog=backlog,
+        )
+
+
+def eta_s(age_s: float, quantiles: StartQuantiles, *, late: bool) -> float:
+    """Seconds until a worker ordered `age_s` ago serves: the median, or with `late` the P90.
+
+    A start that has outlived a quantile is expected at the next one; beyond the last it is 'any
+    moment', which still is not now.
+    """
+    marks = (quantiles.p50_s, quantiles.p90_s, quantiles.p99_s)
+    for mark in marks[1:] if late else marks:
+        if age_s < mark:
+            return mark - age_s
+    return max(1.0, 0.25 * quantiles.p99_s)
+
+
+def census(
+    name: str, observation: Observation, plan: Plan, memory: Memory, *, now_s: float
+) -> Pool:
+    """Sort everything that is known of a pool."""
+    pool, role = Pool(name), ROLE_OF[name]
+    view = _View(
+        orders={o.worker_id: o for o in memory.orders if o.pool == name},
+        draining=dict(memory.draining),
+        drain_bound_s=plan.drain_deadline_s + plan.orphan_s,
+        served=set(memory.served),
+        suspects=dict(memory.suspects),
+        bound_s=observation.t_ready[name].p99_s * plan.eta_bound_factor,
+        orphan_s=plan.orphan_s,
+        fleet_known=observation.fleet_known,
+        now_s=now_s,
+    )
+    held = {a.worker_id: a for a in observation.allocations if a.role.serves(role)}
+    seen: set[str] = set()
+    for worker in observation.workers:
+        if worker.role.serves(role):
+            seen.add(worker.worker_id)
+            _place(pool, worker, held.get(worker.worker_id), view)
+    for worker_id, allocation in held.items():
+        if worker_id not in seen:
+            _without_lease(pool, allocation, view)
+    for worker_id, order in view.orders.items():
+        if worker_id in seen or worker_id in held:
+            continue
+        age_s = now_s - order.ordered_s
+        if not observation.allocations_known or age_s < plan.order_grace_s:
+            pool.coming.append(Coming(worker_id, age_s, plan.manifest_digest))
+        else:
+            pool.failed.append(worker_id)
+    refused = {r.worker_id for r in observation.refused if r.pool == name} & view.orders.keys()
+    pool.coming = [c for c in pool.coming if c.worker_id not in refused]
+    pool.failed.extend(sorted(refused - set(pool.failed)))
+    pool.became_ready = sum(1 for w in pool.ready if w.worker_id in view.orders)
+    return pool
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What memory and plan say while sorting."""
+
+    orders: dict[str, OpenOrder]
+    draining: dict[str, float]
+    drain_bound_s: float
+    served: set[str]
+    suspects: dict[str, float]
+    bound_s: float
+    orphan_s: float
+    fleet_known: bool
+    now_s: float
+
+    def given_up(self, worker_id: str) -> bool:
+        """Suspect for longer than the bound, while the router could be asked."""
+        since_s = self.suspects.get(worker_id, self.now_s)
+        return self.fleet_known and self.now_s - since_s >= self.orphan_s
+
+
+def _place(pool: Pool, worker: WorkerView, allocation: Allocation | None, view: _View) -> None:
+    """One worker that the router knows."""
+    if worker.state is WorkerState.DRAINING or worker.worker_id in view.draining:
+        pool.draining.append(worker)
+        since_s = view.draining.get(worker.worker_id, view.now_s)
+        if allocation is not None and view.now_s - since_s > view.drain_bound_s:
+            text = f"still draining after {view.now_s - since_s:.1f} s"
+            pool.releases.append(Release(worker.worker_id, pool.name, text))
+        return
+    if worker.state is WorkerState.READY:
+        pool.ready.append(worker)
+        return
+    if worker.state is WorkerState.STALLED:
+        pool.stalled.append(worker)
+        pool.suspects.append(worker.worker_id)
+        if view.given_up(worker.worker_id) and allocation is not None:
+            pool.releases.append(Release(worker.worker_id, pool.name, "stalled: no progress"))
+        return
+    order = view.orders.get(worker.worker_id)
+    age_s = 0.0
+    if allocation is not None:
+        age_s = allocation.allocated_ago_s
+    elif order is not None:
+        age_s = view.now_s - order.ordered_s
+    coming = Coming(
+        worker.worker_id, age_s, worker.manifest_digest, worker.generation, worker.attached
+    )
+    if worker.failure or (allocation is not None and allocation.state in ENDED):
+        pool.failed.append(worker.worker_id)
+        why = worker.failure or allocation_end(allocation)
+        if allocation is not None and allocation.state not in ENDED:
+            pool.releases.append(Release(worker.worker_id, pool.name, f"start failed: {why}"))
+    elif age_s > view.bound_s:
+        pool.overdue.append(coming)
+        if allocation is not None:
+            text = f"not ready after {age_s:.1f} s, bound {view.bound_s:.1f} s"
+            pool.releases.append(Release(worker.worker_id, pool.name, text))
+    else:
+        pool.coming.append(coming)
+
+
+def _without_lease(pool: Pool, allocation: Allocation, view: _View) -> None:
+    """One allocation that the router does not know: not yet, no more, or never again.
+
+    A router that has just begun knows nobody: such a worker is expected back until it has been
+    unknown for `orphan_s` to a router that could be asked, and only then given up.
+    """
+    worker_id = allocation.worker_id
+    if allocation.state in ENDED:
+        if worker_id in view.orders:
+            pool.failed.append(worker_id)
+        return
+    coming = Coming(
+        worker_id, allocation.allocated_ago_s, allocation.manifest_digest, allocation.generation
+    )
+    fresh = worker_id not in view.served and allocation.allocated_ago_s <= view.bound_s
+    if fresh and worker_id not in view.draining:
+        pool.coming.append(coming)
+        return
+    pool.suspects.append(worker_id)
+    if view.given_up(worker_id):
+        known = worker_id in view.served
+        why = "orphan: it served and has no lease" if known else "orphan: it never came up"
+        if worker_id in view.draining:
+            why = "drained and gone from the router"
+        pool.releases.append(Release(worker_id, pool.name, why))
+        pool.overdue.append(coming)
+    elif worker_id in view.draining:
+        pool.overdue.append(coming)
+    else:
+        pool.coming.append(coming)
+
+
+def allocation_end(allocation: Allocation | None) -> str:
+    """How an allocation ended, in words."""
+    if allocation is None:
+        return "unknown"
+    code = "" if allocation.exit_code is None else f" with code {allocation.exit_code}"
+    return f"{allocation.state}{code} {allocation.reason}".strip()

@@ -1,0 +1,218 @@
+"""The values of a decision: the plan it follows, what it remembers, what it orders and why.
+
+All are frozen, made of plain fields and serialisable, so that a journal record replays bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from readyplane.core.profile import ClassProfile
+from readyplane.core.startup import StartQuantiles
+from readyplane.core.worker import Role
+from readyplane_planner.capacity import Combine, Correction, Load
+from readyplane_planner.forecast import Forecast, Knobs, Series
+from readyplane_planner.guard import Counts, Limits, PoolMemory
+from readyplane_planner.rollout import Generation
+
+POOLS = ("prefill", "decode")
+ROLE_OF = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """What the policy wants of one pool; `profile` is what one of its workers can do."""
+
+    limits: Limits
+    worker_class: str
+    profile: ClassProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The policy in the words of the brains (see policy.py for each field), plus what it resolved
+    to: `manifest_digest` of the artifact that new workers serve, empty when it is not known.
+    """
+
+    model: str
+    version: int
+    prefill: PoolPlan
+    decode: PoolPlan
+    ttft_s: float
+    tpot_s: float
+    slo_quantile: float
+    tick_s: float
+    headroom: float
+    band: float
+    catch_up_s: float
+    overhead_s: float
+    knobs: Knobs
+    combine: Combine
+    combine_weight: float
+    actual_count_min: int
+    min_ready_s: float
+    warm_worker_s: float
+    eta_bound_factor: float
+    orphan_s: float
+    order_grace_s: float
+    drain_deadline_s: float
+    budget_gpus: int | None
+    start_mode: str
+    surge: int
+    manifest_digest: str = ""
+    paused: bool = False
+    digest: str = ""
+
+    def pool(self, name: str) -> PoolPlan:
+        """By pool name."""
+        return self.prefill if name == "prefill" else self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOrder:
+    """A worker ordered and not yet ready, failed or given up."""
+
+    worker_id: str
+    pool: str
+    ordered_s: float
+    decision_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Averages:
+    """Decayed sums of what arrived: their ratios are the recent mean lengths, token-weighted."""
+
+    requests: float = 0.0
+    tokens: float = 0.0
+    uncached: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Everything that one decision hands to the next.
+
+    Attributes:
+        work_p, work_d: forecast series. orders: open. draining: (worker id, since).
+        served: ids that were ready once, so that a lost lease is not taken for a start.
+        suspects: (worker id, since): no lease or no progress although an allocation runs.
+        last_s: clock of the last decision. numbered: worker names given so far.
+        fallbacks: how often the optimiser failed. overrides: guard rules that changed a target.
+    """
+
+    work_p: Series = field(default_factory=Series)
+    work_d: Series = field(default_factory=Series)
+    averages: Averages = Averages()
+    correct_p: Correction = field(default_factory=Correction)
+    correct_d: Correction = field(default_factory=Correction)
+    guard_p: PoolMemory = field(default_factory=PoolMemory)
+    guard_d: PoolMemory = field(default_factory=PoolMemory)
+    orders: tuple[OpenOrder, ...] = ()
+    draining: tuple[tuple[str, float], ...] = ()
+    served: tuple[str, ...] = ()
+    suspects: tuple[tuple[str, float], ...] = ()
+    generation: Generation = field(default_factory=Generation)
+    numbered: int = 0
+    last_s: float | None = None
+    fallbacks: int = 0
+    overrides: Mapping[str, int] = field(default_factory=dict)
+    bad_samples: int = 0
+
+    def guard(self, pool: str) -> PoolMemory:
+        """The guard's memory of a pool."""
+        return self.guard_p if pool == "prefill" else self.guard_d
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """One worker to be started."""
+
+    worker_id: str
+    pool: str
+    worker_class: str
+    manifest_digest: str
+    generation: int
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """One ready worker to be drained: the cheapest to lose, with the scores that made it so."""
+
+    worker_id: str
+    pool: str
+    epoch: int
+    deadline_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One allocation to be given back at once: never served, overdue, or left behind."""
+
+    worker_id: str
+    pool: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why: a stable code, a sentence with its numbers, and the pool it is about."""
+
+    code: str
+    text: str
+    pool: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDecision:
+    """One pool in a decision: the three capacities, the load and what it rests on.
+
+    Attributes:
+        before, target: desired workers before and now. wanted, keep: what the optimiser proposed.
+        worker_rate: tokens/s of one worker at the SLO, corrected.
+        etas_s: median seconds until each pending worker is expected.
+    """
+
+    before: int
+    target: int
+    wanted: int | None
+    keep: int | None
+    counts: Counts
+    load: Load
+    forecast: Forecast
+    worker_rate: float
+    correction: float
+    t_ready: StartQuantiles
+    etas_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What should be and why. `why` is never empty."""
+
+    decision_id: str
+    model: str
+    at_s: float
+    policy_version: int
+    policy_digest: str
+    prefill: PoolDecision
+    decode: PoolDecision
+    orders: tuple[StartOrder, ...] = ()
+    drains: tuple[Drain, ...] = ()
+    releases: tuple[Release, ...] = ()
+    why: tuple[Reason, ...] = ()
+    signal_ages_s: Mapping[str, float | None] = field(default_factory=dict)
+    infeasible: tuple[str, ...] = ()
+    stranded_p: int = 0
+    degraded: str = ""
+
+    @property
+    def changed(self) -> bool:
+        """Whether it moved a target or asks for anything."""
+        moved = any(p.before != p.target for p in (self.prefill, self.decode))
+        return moved or bool(self.orders or self.drains or self.releases)
+
+    def pool(self, name: str) -> PoolDecision:
+        """By pool name."""
+        return self.prefill if name == "prefill" else self.decode

@@ -1,0 +1,332 @@
+"""Hard limits before a target is taken and safety after it; the optimiser cannot get past (R23).
+
+Owns bounds, steps, cooldowns, hysteresis, minimum times, limits of the desired/ready gap, back-off
+of failing starts, and the conservative controller that stands in for a failed optimiser. Hands a
+Verdict a pool to decide: the target, and how many workers may be ordered or given up right now.
+
+The floor is always enforced, whatever is not known (B12). Unknown or partial data may grow a pool,
+never shrink it (B02, B05). Paused means: a person decides; nothing is ordered and nothing drained.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+WANTS_MAX = 600
+BACKOFF_DOUBLINGS_MAX = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one pool; seconds and workers.
+
+    Attributes:
+        step_up, step_down: most workers ordered or given up in one decision.
+        window_s: shrinking follows the largest want of that window (B33).
+        hold_s: surplus must have lasted that long (ski rental: about T_ready + T_drain); None
+            until the caller has measured that.
+        pending_max: most workers on their way at once. gpus: of one worker.
+        backoff_s: first pause after a failed or refused start; doubles, bounded.
+    """
+
+    low: int
+    high: int
+    step_up: int = 2
+    step_down: int = 1
+    up_cooldown_s: float = 10.0
+    down_cooldown_s: float = 60.0
+    window_s: float = 60.0
+    hold_s: float | None = 60.0
+    pending_max: int = 4
+    gpus: int = 1
+    backoff_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A pool as it is: ready, on their way in time, draining, lost on the way; workers.
+
+    `backlog` is True while more waits than the target leaves room for (B23).
+    """
+
+    ready: int
+    pending: int
+    draining: int = 0
+    expired: int = 0
+    backlog: bool = False
+
+    @property
+    def live(self) -> int:
+        """Ready and arriving workers."""
+        return self.ready + self.pending
+
+    @property
+    def held(self) -> int:
+        """Workers that occupy GPUs, the draining and the overdue ones too."""
+        return self.ready + self.pending + self.draining + self.expired
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """What the guard remembers of one pool; times are of the planner's monotonic clock."""
+
+    desired: int | None = None
+    up_s: float | None = None
+    down_s: float | None = None
+    surplus_since_s: float | None = None
+    wants: tuple[tuple[float, int], ...] = ()
+    failures: int = 0
+    retry_s: float = 0.0
+    direction: int = 0
+    turned_s: float | None = None
+    reversals: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What the data allows. `why` names the signals or services that are not known."""
+
+    grow: bool = True
+    shrink: bool = True
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The target, what may be done now, and every rule that spoke: (code, text)."""
+
+    target: int
+    grow: int = 0
+    shrink: int = 0
+    reasons: tuple[tuple[str, str], ...] = ()
+
+
+def judge(
+    *,
+    wanted: int | None,
+    keep: int | None,
+    counts: Counts,
+    memory: PoolMemory,
+    limits: Limits,
+    trust: Trust,
+    paused: bool,
+    now_s: float,
+) -> tuple[Verdict, PoolMemory]:
+    """Judge one pool.
+
+    Args:
+        wanted: workers to grow to, None when the optimiser knows nothing. keep: workers below
+            which nothing may shrink (wanted with the hysteresis band), None likewise.
+    """
+    live = counts.live
+    memory = _remember_want(memory, live if keep is None else keep, limits, now_s)
+    memory = _surplus(memory, keep, live, limits, now_s)
+    if paused:
+        held = live if memory.desired is None else memory.desired
+        return Verdict(held, reasons=(("paused", "a person holds the targets"),)), memory
+    reasons: list[tuple[str, str]] = []
+    target = live
+    if wanted is None or keep is None:
+        reasons.append(("hold", trust.why or "demand is not known"))
+    elif wanted > live:
+        target = _up(wanted, counts, memory, limits, trust, now_s, reasons)
+    elif keep < live:
+        target = _down(counts, memory, limits, trust, now_s, reasons)
+    return _bounded(target, counts, memory, limits, trust, now_s, reasons), memory
+
+
+def _up(
+    wanted: int,
+    counts: Counts,
+    memory: PoolMemory,
+    limits: Limits,
+    trust: Trust,
+    now_s: float,
+    reasons: list[tuple[str, str]],
+) -> int:
+    live = counts.live
+    if not trust.grow:
+        reasons.append(("hold", trust.why))
+        return live
+    if memory.up_s is not None and now_s - memory.up_s < limits.up_cooldown_s:
+        left_s = limits.up_cooldown_s - (now_s - memory.up_s)
+        reasons.append(("cooldown_up", f"next growth in {left_s:.1f} s"))
+        return live
+    target = wanted
+    if target > live + limits.step_up:
+        target = live + limits.step_up
+        reasons.append(("max_step", f"wanted {wanted}, a step adds {limits.step_up} at most"))
+    room = max(0, limits.pending_max - counts.pending)
+    if target > live + room:
+        target = live + room
+        reasons.append(
+            (
+                "gap_limit",
+                f"{counts.pending} of at most {limits.pending_max} workers are on their way already",
+            )
+        )
+    return target
+
+
+def _down(
+    counts: Counts,
+    memory: PoolMemory,
+    limits: Limits,
+    trust: Trust,
+    now_s: float,
+    reasons: list[tuple[str, str]],
+) -> int:
+    live = counts.live
+    if not trust.shrink:
+        reasons.append(("partial_data", trust.why))
+        return live
+    if counts.backlog:
+        reasons.append(("backlog", "a queue is still being worked off"))
+        return live
+    since_s, hold_s = memory.surplus_since_s, limits.hold_s or 0.0
+    if since_s is None or now_s - since_s < hold_s:
+        lasted_s = 0.0 if since_s is None else now_s - since_s
+        reasons.append(("hold_idle", f"surplus for {lasted_s:.1f} of {hold_s:.1f} s"))
+        return live
+    changes = [t for t in (memory.up_s, memory.down_s) if t is not None]
+    if changes and now_s - max(changes) < limits.down_cooldown_s:
+        left_s = limits.down_cooldown_s - (now_s - max(changes))
+        reasons.append(("cooldown_down", f"next shrinking in {left_s:.1f} s"))
+        return live
+    # The largest want of the window, not its last sample (B33).
+    target = min(live, max(n for at, n in memory.wants if now_s - at <= limits.window_s + 1e-9))
+    if target < live - limits.step_down:
+        target = live - limits.step_down
+        reasons.append(("max_step", f"a step gives up {limits.step_down} at most"))
+    return target
+
+
+def _bounded(
+    target: int,
+    counts: Counts,
+    memory: PoolMemory,
+    limits: Limits,
+    trust: Trust,
+    now_s: float,
+    reasons: list[tuple[str, str]],
+) -> Verdict:
+    """Floor and ceiling last, so that no earlier return skips them (B12)."""
+    live = counts.live
+    if target < limits.low:
+        target = limits.low
+        reasons.append(("floor", f"at least {limits.low}"))
+    if target > limits.high:
+        target = limits.high
+        reasons.append(("ceiling", f"at most {limits.high}"))
+    grow, shrink = max(0, target - live), max(0, live - target)
+    if grow and now_s < memory.retry_s:
+        reasons.append(
+            (
+                "backoff",
+                f"{memory.failures} starts failed; next order in {memory.retry_s - now_s:.1f} s",
+            )
+        )
+        grow = 0
+    if grow and not trust.grow:
+        reasons.append(("hold", trust.why))
+        grow = 0
+    if shrink and not trust.shrink:
+        shrink = 0
+    return Verdict(target, grow, min(shrink, limits.step_down), tuple(reasons))
+
+
+def took(memory: PoolMemory, verdict: Verdict, *, turn_s: float, now_s: float) -> PoolMemory:
+    """Remember what was done. `turn_s`: a change of direction within it is a reversal."""
+    direction = 1 if verdict.grow else -1 if verdict.shrink else 0
+    memory = replace(memory, desired=verdict.target)
+    if direction == 0:
+        return memory
+    turned = memory.direction not in {0, direction}
+    recent = memory.turned_s is not None and now_s - memory.turned_s < turn_s
+    return replace(
+        memory,
+        up_s=now_s if direction > 0 else memory.up_s,
+        down_s=now_s if direction < 0 else memory.down_s,
+        surplus_since_s=None if direction > 0 else memory.surplus_since_s,
+        direction=direction,
+        turned_s=now_s,
+        reversals=memory.reversals + (1 if turned and recent else 0),
+    )
+
+
+def failed(memory: PoolMemory, count: int, *, limits: Limits, now_s: float) -> PoolMemory:
+    """Starts that failed, were refused or never came: the next order waits, longer each time."""
+    if count <= 0:
+        return memory
+    failures = memory.failures + 1
+    pause_s = limits.backoff_s * 2.0 ** min(failures - 1, BACKOFF_DOUBLINGS_MAX)
+    return replace(memory, failures=failures, retry_s=now_s + pause_s)
+
+
+def succeeded(memory: PoolMemory) -> PoolMemory:
+    """A start became ready: orders are taken at once again."""
+    return replace(memory, failures=0, retry_s=0.0) if memory.failures else memory
+
+
+def budgeted(
+    verdicts: tuple[Verdict, Verdict],
+    counts: tuple[Counts, Counts],
+    limits: tuple[Limits, Limits],
+    budget_gpus: int | None,
+) -> tuple[Verdict, Verdict]:
+    """Cut growth until what is held and ordered fits the budget; draining workers still count."""
+    if budget_gpus is None:
+        return verdicts
+    held = sum(c.held * li.gpus for c, li in zip(counts, limits, strict=True))
+    out = list(verdicts)
+    room = budget_gpus - held
+    # One by one in turns, so that neither pool starves the other; the emptier pool first.
+    granted = [0, 0]
+    progress = True
+    while progress:
+        progress = False
+        order = sorted((0, 1), key=lambda i: (counts[i].live + granted[i], i))
+        for i in order:
+            if granted[i] < out[i].grow and limits[i].gpus <= room:
+                granted[i] += 1
+                room -= limits[i].gpus
+                progress = True
+                break
+    for i in (0, 1):
+        if granted[i] < out[i].grow:
+            text = f"{budget_gpus} GPUs allow {granted[i]} of {out[i].grow} new workers now"
+            out[i] = replace(out[i], grow=granted[i], reasons=(*out[i].reasons, ("budget", text)))
+    return out[0], out[1]
+
+
+def fallback(*, live: int, load: float | None, limits: Limits) -> int:
+    """The conservative controller: follow the measured load upwards, never shrink."""
+    if load is None or not math.isfinite(load) or load <= 1.0:
+        return max(limits.low, min(limits.high, live))
+    return max(limits.low, min(limits.high, math.ceil(live * min(load, 2.0))))
+
+
+def _remember_want(memory: PoolMemory, keep: int, limits: Limits, now_s: float) -> PoolMemory:
+    span_s = max(limits.window_s, 1.0)
+    kept = [(at, n) for at, n in memory.wants if now_s - at <= span_s + 1e-9]
+    if kept and kept[-1][1] == keep and len(kept) >= 2 and kept[-2][1] == keep:
+        # A run of equal wants is kept as its two ends.
+        kept[-1] = (now_s, keep)
+    else:
+        kept.append((now_s, keep))
+    return replace(memory, wants=tuple(kept[-WANTS_MAX:]))
+
+
+def _surplus(
+    memory: PoolMemory, keep: int | None, live: int, limits: Limits, now_s: float
+) -> PoolMemory:
+    """Since when the pool has been larger than needed without a break; unknown breaks nothing."""
+    if keep is None:
+        return memory
+    surplus = max(keep, limits.low) < live
+    if surplus and memory.surplus_since_s is None:
+        return replace(memory, surplus_since_s=now_s)
+    if not surplus and memory.surplus_since_s is not None:
+        return replace(memory, surplus_since_s=None)
+    return memory

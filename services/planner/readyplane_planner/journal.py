@@ -1,0 +1,299 @@
+"""Decisions that are only ever added, with the inputs that replay them; policies; leader epochs.
+
+Owns the record, its encoding and the Journal port with its memory twin; `postgres` implements the
+same port. What came of a decision is attached to it as outcomes, never written over it.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import msgspec
+
+from readyplane.core.errors import Conflict, NotFound
+from readyplane.core.identity import digest_of_bytes
+from readyplane_planner.decide import Decision, Memory, Plan, decide
+from readyplane_planner.signals import Observation
+
+LIST_MAX = 1000
+OUTCOMES_MAX = 2000
+"""Outcomes of one decision that are given back at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything that `decide` was called with."""
+
+    observation: Observation
+    plan: Plan
+    memory: Memory
+    now_s: float
+    decision_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One decision as it is kept.
+
+    Attributes:
+        create_s: seconds since the epoch. changed: whether it moved anything; the others are
+            samples that show the planner at rest. document: the decision without its inputs.
+        inputs: gzipped JSON of Inputs; its digest stands in the document.
+        sequence: place in the journal, given by the store.
+    """
+
+    decision_id: str
+    model: str
+    create_s: float
+    changed: bool
+    summary: str
+    policy_version: int
+    document: Mapping[str, Any]
+    inputs: bytes = b""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one order or drain of a decision: ordered, ready, failed, refused, drained."""
+
+    decision_id: str
+    subject: str
+    kind: str
+    at_s: float
+    document: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPolicy:
+    """A policy version."""
+
+    model: str
+    version: int
+    document: Mapping[str, Any]
+    create_s: float = 0.0
+
+
+class Journal(Protocol):
+    """Where decisions, outcomes and policies are kept."""
+
+    async def append(self, record: Record) -> None:
+        """Add a record. Idempotent by decision id: the first one stays."""
+        ...
+
+    async def attach(self, outcomes: Sequence[Outcome]) -> None:
+        """Add outcomes. Idempotent by (decision, subject, kind): the first one stays."""
+        ...
+
+    async def newest(
+        self, model: str, *, limit: int, changes_only: bool = False, before: int = 0
+    ) -> list[Record]:
+        """Newest first, without inputs. `before`: only records with a smaller sequence."""
+        ...
+
+    async def get(self, decision_id: str) -> tuple[Record, list[Outcome]]:
+        """One record with its inputs and its outcomes, oldest first. Raises NotFound."""
+        ...
+
+    async def outcomes(self, model: str, kind: str, *, limit: int) -> list[Outcome]:
+        """The newest outcomes of one kind, newest first."""
+        ...
+
+    async def prune(self, model: str, *, keep: int, older_than_s: float) -> int:
+        """Drop samples first, then whatever is beyond `keep` or too old. Returns how many."""
+        ...
+
+    async def policy(self, model: str) -> StoredPolicy | None:
+        """The newest version."""
+        ...
+
+    async def put_policy(self, policy: StoredPolicy, *, expected_version: int) -> StoredPolicy:
+        """Store as the next version if the newest is `expected_version` (0: none yet).
+
+        Raises:
+            Conflict: another version is the newest.
+        """
+        ...
+
+    async def next_epoch(self) -> int:
+        """A leadership number greater than any before, whatever became of other stores."""
+        ...
+
+
+class MemoryJournal:
+    """The twin: same rules, gone with the process."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, Record] = {}
+        self._outcomes: dict[tuple[str, str, str], Outcome] = {}
+        self._policies: dict[str, list[StoredPolicy]] = {}
+        self._sequence = 0
+        self._epoch = 0
+
+    async def append(self, record: Record) -> None:
+        """See Journal."""
+        if record.decision_id not in self._records:
+            self._sequence += 1
+            self._records[record.decision_id] = replace(record, sequence=self._sequence)
+
+    async def attach(self, outcomes: Sequence[Outcome]) -> None:
+        """See Journal."""
+        for outcome in outcomes:
+            self._outcomes.setdefault((outcome.decision_id, outcome.subject, outcome.kind), outcome)
+
+    async def newest(
+        self, model: str, *, limit: int, changes_only: bool = False, before: int = 0
+    ) -> list[Record]:
+        """See Journal."""
+        found: list[Record] = []
+        for record in reversed(self._records.values()):
+            if record.model != model or (changes_only and not record.changed):
+                continue
+            if before and record.sequence >= before:
+                continue
+            found.append(replace(record, inputs=b""))
+            if len(found) >= min(limit, LIST_MAX):
+                break
+        return found
+
+    async def get(self, decision_id: str) -> tuple[Record, list[Outcome]]:
+        """See Journal."""
+        record = self._records.get(decision_id)
+        if record is None:
+            raise unknown_decision(decision_id)
+        mine = [o for o in self._outcomes.values() if o.decision_id == decision_id]
+        return record, mine[:OUTCOMES_MAX]
+
+    async def outcomes(self, model: str, kind: str, *, limit: int) -> list[Outcome]:
+        """See Journal."""
+        found = [
+            o
+            for o in reversed(self._outcomes.values())
+            if o.kind == kind
+            and (record := self._records.get(o.decision_id)) is not None
+            and record.model == model
+        ]
+        return found[:limit]
+
+    async def prune(self, model: str, *, keep: int, older_than_s: float) -> int:
+        """See Journal."""
+        mine = [r for r in self._records.values() if r.model == model]
+        mine.sort(key=lambda r: (r.changed, r.sequence), reverse=True)
+        gone = {r.decision_id for r in mine[keep:]}
+        gone |= {r.decision_id for r in mine if r.create_s < older_than_s}
+        for decision_id in gone:
+            del self._records[decision_id]
+        self._outcomes = {k: o for k, o in self._outcomes.items() if k[0] not in gone}
+        return len(gone)
+
+    async def policy(self, model: str) -> StoredPolicy | None:
+        """See Journal."""
+        versions = self._policies.get(model)
+        return versions[-1] if versions else None
+
+    async def put_policy(self, policy: StoredPolicy, *, expected_version: int) -> StoredPolicy:
+        """See Journal."""
+        versions = self._policies.setdefault(policy.model, [])
+        found = versions[-1].version if versions else 0
+        if found != expected_version:
+            raise policy_conflict(policy.model, expected_version, found)
+        stored = StoredPolicy(policy.model, found + 1, policy.document, policy.create_s)
+        versions.append(stored)
+        return stored
+
+    async def next_epoch(self) -> int:
+        """See Journal."""
+        self._epoch += 1
+        return self._epoch
+
+
+def unknown_decision(decision_id: str) -> NotFound:
+    """The error for a decision that is not in the journal."""
+    return NotFound(
+        "decision", decision_id, "list the decisions for known ids; old ones are pruned"
+    )
+
+
+def policy_conflict(model: str, expected: int, found: int) -> Conflict:
+    """The error for a policy that somebody else has changed."""
+    return Conflict(
+        f"policy version of {model}", expected, found, "read the policy again and repeat the change"
+    )
+
+
+# --------------------------------------------------------------------------- encoding
+
+
+def encode_inputs(inputs: Inputs) -> tuple[bytes, str]:
+    """(gzipped JSON, digest of the JSON). Floats keep every bit; equal inputs give equal bytes."""
+    plain = msgspec.json.encode(inputs, order="deterministic")
+    return gzip.compress(plain, compresslevel=1, mtime=0), digest_of_bytes(plain)
+
+
+def decode_inputs(data: bytes) -> Inputs:
+    """The inputs of a record."""
+    return msgspec.json.decode(gzip.decompress(data), type=Inputs)
+
+
+def replay(record: Record) -> Decision:
+    """Decide again from what a record keeps; equal to the decision of then, bit for bit.
+
+    Raises:
+        NotFound: the record was kept without its inputs.
+    """
+    if not record.inputs:
+        raise NotFound("inputs of decision", record.decision_id, "get the record from the journal")
+    inputs = decode_inputs(record.inputs)
+    decision, _memory = decide(
+        inputs.observation,
+        inputs.plan,
+        inputs.memory,
+        now_s=inputs.now_s,
+        decision_id=inputs.decision_id,
+    )
+    return decision
+
+
+def decision_document(
+    decision: Decision, *, at_s: float, leader_epoch: int, inputs_digest: str
+) -> dict[str, Any]:
+    """The decision as a JSON object for people and programs (see the README)."""
+    document: dict[str, Any] = msgspec.to_builtins(decision)
+    del document["at_s"], document["why"]
+    changes = [
+        {"pool": name, "from": pool.before, "to": pool.target}
+        for name, pool in (("prefill", decision.prefill), ("decode", decision.decode))
+        if pool.before != pool.target
+    ]
+    return {
+        **document,
+        "at_s": at_s,
+        "clock_s": decision.at_s,
+        "leader_epoch": leader_epoch,
+        "inputs_digest": inputs_digest,
+        "changes": changes,
+        "summary": summary_of(decision),
+        "reasons": [{"code": r.code, "text": r.text, "pool": r.pool} for r in decision.why],
+    }
+
+
+def summary_of(decision: Decision) -> str:
+    """One line: what moves and the reason that weighed most."""
+    parts = [
+        f"{name} {pool.before} → {pool.target}"
+        for name, pool in (("prefill", decision.prefill), ("decode", decision.decode))
+        if pool.before != pool.target
+    ]
+    for count, word in (
+        (len(decision.orders), "ordered"),
+        (len(decision.drains), "to drain"),
+        (len(decision.releases), "released"),
+    ):
+        if count:
+            parts.append(f"{count} {word}")
+    if parts:
+        return ", ".join(parts)
+    return f"hold: {decision.why[0].text}"

@@ -1,0 +1,110 @@
+"""Which of several planners acts: a lease with a fencing number (B145, B146).
+
+Owns the port and its memory twin; `redis` implements the same port. The number comes from the
+journal, so that it never goes back even when the lease store comes back empty; the actuator refuses
+orders of an older one. Whoever cannot renew stops acting, whatever it believes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class LeaseStore(Protocol):
+    """A named lease that one holder has at a time; release and renewal are conditional."""
+
+    async def take(self, name: str, holder: str, ttl_s: float) -> bool:
+        """Take or renew. True when `holder` holds it now, for `ttl_s`."""
+        ...
+
+    async def give_up(self, name: str, holder: str) -> bool:
+        """Release if `holder` still holds it; another's lease is left alone."""
+        ...
+
+    async def holder(self, name: str) -> str:
+        """Who holds it; empty when nobody does."""
+        ...
+
+
+class MemoryLeaseStore:
+    """The twin, judged by the clock it is handed."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._leases: dict[str, tuple[str, float]] = {}
+
+    async def take(self, name: str, holder: str, ttl_s: float) -> bool:
+        """See LeaseStore."""
+        if await self.holder(name) not in {"", holder}:
+            return False
+        self._leases[name] = (holder, self._now_s() + ttl_s)
+        return True
+
+    async def give_up(self, name: str, holder: str) -> bool:
+        """See LeaseStore."""
+        if await self.holder(name) != holder:
+            return False
+        del self._leases[name]
+        return True
+
+    async def holder(self, name: str) -> str:
+        """See LeaseStore."""
+        found = self._leases.get(name)
+        return found[0] if found is not None and found[1] > self._now_s() else ""
+
+
+class Leadership:
+    """One planner's view of its own right to act.
+
+    Attributes:
+        epoch: fencing number, 0 while not leading.
+    """
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        *,
+        name: str,
+        holder: str,
+        ttl_s: float,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._name = name
+        self._holder = holder
+        self._ttl_s = ttl_s
+        self._now_s = now_s
+        self._until_s = 0.0
+        self.epoch = 0
+        self.other = ""
+
+    @property
+    def leading(self) -> bool:
+        """Whether it may act now; judged by its own clock from before the last renewal was sent."""
+        return self.epoch > 0 and self._now_s() < self._until_s
+
+    async def renew(self, next_epoch: Callable[[], object]) -> bool:
+        """Take or renew; a new term asks `next_epoch` (awaitable) for its number."""
+        asked_s = self._now_s()
+        held = await self._store.take(self._name, self._holder, self._ttl_s)
+        if not held:
+            self.epoch, self._until_s = 0, 0.0
+            self.other = await self._store.holder(self._name)
+            return False
+        if not self.leading:
+            number = next_epoch()
+            self.epoch = int(await number)  # type: ignore[misc]
+        self.other = ""
+        self._until_s = asked_s + self._ttl_s
+        return True
+
+    def lose(self) -> None:
+        """The store does not answer: nothing more is done once the lease has run out."""
+        if not self.leading:
+            self.epoch = 0
+
+    async def resign(self) -> None:
+        """Give the lease up, so that another need not wait for its end."""
+        self.epoch, self._until_s = 0, 0.0
+        await self._store.give_up(self._name, self._holder)

@@ -1,0 +1,1 @@
+"""Schema of the planner's journal, run by `readyplane.kit.database.migrate`."""

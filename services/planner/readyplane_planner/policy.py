@@ -1,0 +1,385 @@
+"""The policy: what is wanted of a model's pools. Hot, versioned, recorded in each decision.
+
+Owns the schema, the checks across fields, and the step from a policy to the plan that the brains
+follow. A misspelled or misplaced field is refused with the place where it belongs; an impossible
+combination is refused with what to write instead (B167, B168). Seconds, tokens and workers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from readyplane.core.errors import InvalidField, UnknownField
+from readyplane.core.identity import digest_of, parse
+from readyplane.core.profile import ClassProfile
+from readyplane.core.startup import StartQuantiles
+from readyplane.profiles import load as load_profile
+from readyplane_planner.capacity import Combine
+from readyplane_planner.decide import Plan, PoolPlan
+from readyplane_planner.forecast import Knobs
+from readyplane_planner.guard import Limits
+from readyplane_planner.signals import Priors
+
+WINDOW_S_DEFAULT = 10.0
+WORKERS_MAX = 1024
+
+Seconds = Annotated[float, Field(ge=0.0, le=86_400.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class SloPolicy(_Strict):
+    """Latency targets; `quantile` is the share of requests that shall meet them."""
+
+    ttft_s: Positive = 2.0
+    tpot_s: Positive = 0.1
+    quantile: float = Field(default=0.9, ge=0.5, le=0.999)
+
+
+class PoolPolicy(_Strict):
+    """One pool: bounds in workers, the class that is started, and its profile (name or file)."""
+
+    min: int = Field(default=1, ge=0, le=WORKERS_MAX)
+    max: int = Field(default=8, ge=0, le=WORKERS_MAX)
+    worker_class: str = Field(default="h200", min_length=1)
+    profile: str = Field(default="h200-llama8b-fp8", min_length=1)
+
+
+class ForecastPolicy(_Strict):
+    """How demand is forecast; see `readyplane_planner.forecast.Knobs`.
+
+    `window_s` null means: 10 s, or the shorter of the cooldowns, so that no look-back outlives a
+    cooldown.
+    """
+
+    window_s: Positive | None = None
+    warmup_s: Seconds = 120.0
+    prior_margin: Share = 0.3
+    aci_step: float = Field(default=0.01, ge=0.0, le=0.1)
+
+
+class LoadPolicy(_Strict):
+    """How predicted and actual latency make a load (R3.1)."""
+
+    combine: Literal["max", "weighted", "predicted"] = "max"
+    actual_weight: float = Field(default=0.5, ge=0.0, le=1.0)
+    samples_min: int = Field(default=10, ge=1)
+
+
+class UpPolicy(_Strict):
+    """Growing: pause between steps, workers a step, workers on their way at once."""
+
+    cooldown_s: Seconds = 5.0
+    max_step: int = Field(default=2, ge=1, le=WORKERS_MAX)
+    pending_max: int = Field(default=4, ge=1, le=WORKERS_MAX)
+
+
+class DownPolicy(_Strict):
+    """Shrinking: `hold_s` null means T_ready plus the time of a drain, as measured (ski rental).
+
+    `window_s`: the largest want of that window counts. `band`: share of demand that must fit on
+    top before anything shrinks.
+    """
+
+    cooldown_s: Seconds = 15.0
+    max_step: int = Field(default=1, ge=1, le=WORKERS_MAX)
+    window_s: Positive = 15.0
+    hold_s: Seconds | None = None
+    band: Share = 0.2
+
+
+class PriorPolicy(_Strict):
+    """T_ready quantiles that stand in until starts were measured, in seconds."""
+
+    p50_s: Positive = 30.0
+    p90_s: Positive = 60.0
+    p99_s: Positive = 120.0
+
+
+class LengthPolicy(_Strict):
+    """Mean lengths in tokens that stand in until requests were seen."""
+
+    isl: float = Field(default=1000.0, ge=1.0, le=1e7)
+    osl: float = Field(default=256.0, ge=1.0, le=1e6)
+
+
+class Policy(_Strict):
+    """Everything a person may want of one model's fleet.
+
+    Attributes:
+        manifest: tag, digest or model name of the artifact that new workers serve; empty is the
+            model's name. catch_up_s: a backlog is cleared within that time once capacity is there.
+        handover_s: what every request pays between P and D. min_ready_s: a worker serves that long
+            before it may be drained. warm_worker_s: its speed is not learned from before that.
+        eta_bound_factor: a start is given up after so many P99 of T_ready. orphan_s: an allocation
+            without a lease is given back after that. backoff_s: first pause after a failed start.
+        budget_gpus: of both pools together, null for none. surge: extra workers in a roll-out.
+    """
+
+    model: str = Field(min_length=1)
+    manifest: str = ""
+    slo: SloPolicy = SloPolicy()
+    prefill: PoolPolicy = PoolPolicy()
+    decode: PoolPolicy = PoolPolicy()
+    tick_s: float = Field(default=2.0, ge=0.05, le=300.0)
+    forecast_quantile: float = Field(default=0.9, ge=0.5, le=0.999)
+    headroom: Share = 0.1
+    forecast: ForecastPolicy = ForecastPolicy()
+    load: LoadPolicy = LoadPolicy()
+    up: UpPolicy = UpPolicy()
+    down: DownPolicy = DownPolicy()
+    catch_up_s: Positive = 10.0
+    handover_s: Seconds = 0.05
+    min_ready_s: Seconds = 10.0
+    warm_worker_s: Seconds = 60.0
+    eta_bound_factor: float = Field(default=3.0, ge=1.0, le=100.0)
+    orphan_s: Seconds = 15.0
+    backoff_s: Positive = 5.0
+    t_ready_prior: PriorPolicy = PriorPolicy()
+    prior_lengths: LengthPolicy = LengthPolicy()
+    drain_deadline_s: Positive = 300.0
+    budget_gpus: int | None = Field(default=None, ge=1)
+    start_mode: Literal["eager", "jit", "aot"] = "jit"
+    surge: int = Field(default=1, ge=1, le=8)
+    paused: bool = False
+
+    @property
+    def reference(self) -> str:
+        """What the registry is asked for."""
+        return self.manifest or self.model
+
+    @property
+    def window_s(self) -> float:
+        """Look-back of a rate: as given, else no longer than a cooldown and no shorter than a tick."""
+        if self.forecast.window_s is not None:
+            return self.forecast.window_s
+        return max(self.tick_s, min(WINDOW_S_DEFAULT, self.down.cooldown_s))
+
+    @property
+    def priors(self) -> Priors:
+        """What the signals lean on."""
+        return Priors(
+            isl=self.prior_lengths.isl,
+            osl=self.prior_lengths.osl,
+            stale_after_s=3.0 * self.tick_s + 1.0,
+            warm_s=self.window_s,
+        )
+
+    @property
+    def t_ready(self) -> StartQuantiles:
+        """The prior of T_ready."""
+        prior = self.t_ready_prior
+        return StartQuantiles(prior.p50_s, prior.p90_s, prior.p99_s, 0, 0.0)
+
+    def document(self) -> dict[str, Any]:
+        """The whole policy as a JSON object, defaults written out."""
+        return self.model_dump(mode="json")
+
+    @property
+    def digest(self) -> str:
+        """Identity of the content."""
+        return digest_of(self.document())
+
+
+def read_policy(document: Mapping[str, Any]) -> Policy:
+    """A checked policy from a JSON object.
+
+    Raises:
+        UnknownField: a field that does not exist, with the place where it belongs.
+        InvalidField: a wrong value or combination, with what to write instead.
+    """
+    if not isinstance(document, Mapping):
+        raise InvalidField("policy", document, "write an object of policy fields")
+    try:
+        policy = Policy.model_validate(dict(document))
+    except ValidationError as error:
+        raise _named(error) from error
+    _cross_check(policy)
+    return policy
+
+
+def merged(policy: Policy, changes: Mapping[str, Any]) -> Policy:
+    """The policy with the given fields changed; objects are merged field by field."""
+    if not isinstance(changes, Mapping):
+        raise InvalidField("policy", changes, "write an object of policy fields")
+    return read_policy(_overlay(policy.document(), changes))
+
+
+def load_policy(path: Path) -> Policy:
+    """A policy from a YAML or JSON file.
+
+    Raises:
+        InvalidField: not readable, not an object, or a wrong field. UnknownField.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidField("--policy", str(path), f"give a readable file ({error})") from error
+    if path.suffix == ".json":
+        return read_policy(parse(text, where=str(path)))
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidField("--policy", str(path), f"write valid YAML ({error})") from error
+    return read_policy(document)
+
+
+def make_plan(
+    policy: Policy,
+    *,
+    version: int,
+    manifest_digest: str,
+    profiles: tuple[ClassProfile, ClassProfile] | None = None,
+) -> Plan:
+    """The policy in the words of the brains, its profiles (P, D) loaded unless given."""
+    both = profiles or pool_profiles(policy)
+    return Plan(
+        model=policy.model,
+        version=version,
+        prefill=_pool(policy, policy.prefill, both[0]),
+        decode=_pool(policy, policy.decode, both[1]),
+        ttft_s=policy.slo.ttft_s,
+        tpot_s=policy.slo.tpot_s,
+        slo_quantile=policy.slo.quantile,
+        tick_s=policy.tick_s,
+        headroom=policy.headroom,
+        band=policy.down.band,
+        catch_up_s=policy.catch_up_s,
+        overhead_s=policy.handover_s,
+        knobs=Knobs(
+            quantile=policy.forecast_quantile,
+            window_s=policy.window_s,
+            warmup_s=policy.forecast.warmup_s,
+            prior_margin=policy.forecast.prior_margin,
+            aci_step=policy.forecast.aci_step,
+        ),
+        combine=Combine(policy.load.combine),
+        combine_weight=policy.load.actual_weight,
+        actual_count_min=policy.load.samples_min,
+        min_ready_s=policy.min_ready_s,
+        warm_worker_s=policy.warm_worker_s,
+        eta_bound_factor=policy.eta_bound_factor,
+        orphan_s=policy.orphan_s,
+        order_grace_s=max(10.0, 3.0 * policy.tick_s),
+        drain_deadline_s=policy.drain_deadline_s,
+        budget_gpus=policy.budget_gpus,
+        start_mode=policy.start_mode,
+        surge=policy.surge,
+        manifest_digest=manifest_digest,
+        paused=policy.paused,
+        digest=policy.digest,
+    )
+
+
+def pool_profiles(policy: Policy) -> tuple[ClassProfile, ClassProfile]:
+    """The profiles of both pools. Raises NotFound or InvalidField naming the field."""
+    return load_profile(policy.prefill.profile), load_profile(policy.decode.profile)
+
+
+def _pool(policy: Policy, pool: PoolPolicy, profile: ClassProfile) -> PoolPlan:
+    limits = Limits(
+        low=pool.min,
+        high=pool.max,
+        step_up=policy.up.max_step,
+        step_down=policy.down.max_step,
+        up_cooldown_s=policy.up.cooldown_s,
+        down_cooldown_s=policy.down.cooldown_s,
+        window_s=policy.down.window_s,
+        hold_s=policy.down.hold_s,
+        pending_max=policy.up.pending_max,
+        gpus=profile.gpus,
+        backoff_s=policy.backoff_s,
+    )
+    return PoolPlan(limits, pool.worker_class, profile)
+
+
+def _cross_check(policy: Policy) -> None:
+    for name in ("prefill", "decode"):
+        pool: PoolPolicy = getattr(policy, name)
+        if pool.min > pool.max:
+            remedy = f"use at most policy.{name}.max, which is {pool.max}"
+            raise InvalidField(f"policy.{name}.min", pool.min, remedy)
+    prior = policy.t_ready_prior
+    if not prior.p50_s <= prior.p90_s <= prior.p99_s:
+        shown = f"{prior.p50_s}, {prior.p90_s}, {prior.p99_s}"
+        raise InvalidField("policy.t_ready_prior", shown, "let p50_s <= p90_s <= p99_s")
+    window_s = policy.window_s
+    if policy.down.cooldown_s < window_s:
+        # Shorter, and one step of load changes the direction twice until its average settles (B32).
+        remedy = f"use at least the look-back of the rates, policy.forecast.window_s = {window_s}"
+        raise InvalidField("policy.down.cooldown_s", policy.down.cooldown_s, remedy)
+    if window_s < policy.tick_s:
+        remedy = f"use at least policy.tick_s, which is {policy.tick_s}"
+        raise InvalidField("policy.forecast.window_s", window_s, remedy)
+    profiles = pool_profiles(policy)
+    for name, profile in zip(("prefill", "decode"), profiles, strict=True):
+        pool = getattr(policy, name)
+        if profile.worker_class != pool.worker_class:
+            remedy = f"the profile {pool.profile} describes class {profile.worker_class}"
+            raise InvalidField(f"policy.{name}.worker_class", pool.worker_class, remedy)
+    if policy.budget_gpus is not None:
+        least = sum(
+            getattr(policy, name).min * profile.gpus
+            for name, profile in zip(("prefill", "decode"), profiles, strict=True)
+        )
+        if least > policy.budget_gpus:
+            remedy = f"the minimum of both pools needs {least} GPUs"
+            raise InvalidField("policy.budget_gpus", policy.budget_gpus, remedy)
+
+
+def _named(error: ValidationError) -> InvalidField:
+    """The first fault in our own words."""
+    first = error.errors()[0]
+    path = ".".join(["policy", *(str(part) for part in first["loc"])])
+    value = first.get("input")
+    if first["type"] == "extra_forbidden":
+        return UnknownField(path, value, _place_of(path))
+    if first["type"] == "missing":
+        return InvalidField(path, None, "it must be given")
+    message = str(first["msg"])
+    return InvalidField(path, value, message[0].lower() + message[1:])
+
+
+def _place_of(path: str) -> str:
+    known = list(_paths(Policy, "policy"))
+    leaf = path.rpartition(".")[2]
+    same = [k for k in known if k.rpartition(".")[2] == leaf]
+    if same:
+        return f"it belongs to {' or '.join(same)}"
+    parent = path.rpartition(".")[0]
+    near = difflib.get_close_matches(path, known, n=1) or difflib.get_close_matches(
+        leaf, [k.rpartition(".")[2] for k in known], n=1
+    )
+    if near:
+        return f"did you mean {near[0]}?"
+    here = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
+    return f"remove it; {parent} has {', '.join(here)}" if here else "remove it"
+
+
+def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield f"{prefix}.{name}"
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _paths(inner, f"{prefix}.{name}")
+
+
+def _overlay(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for name, value in changes.items():
+        below = out.get(name)
+        if isinstance(below, dict) and isinstance(value, Mapping):
+            out[name] = _overlay(below, value)
+        else:
+            out[name] = value
+    return out

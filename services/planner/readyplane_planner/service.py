@@ -1,0 +1,510 @@
+"""The planner's use-cases over its ports: tick, state, decisions, explain, policy, pause.
+
+Owns the loop that ties the pure decision to the world: look, decide, journal, act. Runs unchanged
+in a process and in the simulator; everything it touches is handed in. Handed to rpc and api.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from readyplane.core.errors import Conflict, NotFound, ReadyplaneError, Unavailable
+from readyplane.core.identity import Manifest
+from readyplane.core.startup import StartQuantiles
+from readyplane.core.worker import Role, WorkerState
+from readyplane.kit.clock import Clock
+from readyplane.ports import Actuator, Router
+from readyplane_planner.actuators import Hand, refusals
+from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Drain, Memory, Plan, decide
+from readyplane_planner.explain import explanation
+from readyplane_planner.journal import (
+    Inputs,
+    Journal,
+    Record,
+    StoredPolicy,
+    decision_document,
+    encode_inputs,
+    summary_of,
+)
+from readyplane_planner.leadership import Leadership
+from readyplane_planner.metrics import PlannerMetrics
+from readyplane_planner.outcomes import Follower
+from readyplane_planner.policy import Policy, make_plan, merged, pool_profiles, read_policy
+from readyplane_planner.signals import Observation, RouterSample, observe
+from readyplane_planner.sources import Look, Sources, allocations
+from readyplane_planner.starts import StartBook, samples_from
+from readyplane_planner.state import History, Seen, state_document
+from readyplane_planner.worktime import WorkerSeconds
+
+log = logging.getLogger(__name__)
+
+DECISIONS_SHOWN = 30
+WATCHERS_MAX = 64
+LOOK_S_MAX = 5.0
+
+
+class Resolver(Protocol):
+    """The part of the registry that the planner needs: which content a name means now."""
+
+    async def resolve(
+        self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
+    ) -> Manifest:
+        """By digest, tag or model name. Raises NotFound."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """How the planner keeps its own house; seconds and counts.
+
+    Attributes:
+        sample_every_s: a decision that changes nothing is journalled that often.
+        keep_decisions, keep_s: bounds of the journal; prune_every_s: how often they are enforced.
+        resolve_every_s: how often the artifact's name is looked up again.
+        release_grace_s: until a released worker is killed.
+    """
+
+    sample_every_s: float = 30.0
+    keep_decisions: int = 20_000
+    keep_s: float = 30 * 86_400.0
+    prune_every_s: float = 600.0
+    resolve_every_s: float = 15.0
+    release_grace_s: float = 10.0
+
+
+class PlannerService:
+    """See `readyplane.ports.Planner`.
+
+    Args:
+        policy: what is wanted until the journal holds a newer version.
+        registry: resolves the policy's manifest; None when the policy names a digest.
+        make_id: unique text for decisions, a handful of letters and digits; deterministic in the
+            simulator.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        router: Router,
+        actuator: Actuator,
+        registry: Resolver | None,
+        journal: Journal,
+        leadership: Leadership,
+        clock: Clock,
+        make_id: Callable[[], str],
+        metrics: PlannerMetrics | None = None,
+        upkeep: Upkeep | None = None,
+    ) -> None:
+        self._policy = policy
+        self._version = 0
+        self._profiles = pool_profiles(policy)
+        self._digest = ""
+        self._resolve_error = ""
+        self._resolved_s: float | None = None
+        self._registry = registry
+        self._journal = journal
+        self._leadership = leadership
+        self._clock = clock
+        self._make_id = make_id
+        self._metrics = metrics
+        self._upkeep = upkeep or Upkeep()
+        self._sources = Sources(
+            router, actuator, model=policy.model, clock=clock, timeout_s=LOOK_S_MAX
+        )
+        self._hand = Hand(
+            router, actuator, model=policy.model, release_grace_s=self._upkeep.release_grace_s
+        )
+        self._book = StartBook()
+        self._follower = Follower(self._book)
+        self._seconds = WorkerSeconds()
+        self._memory = Memory()
+        self._previous: RouterSample | None = None
+        self._current: RouterSample | None = None
+        self._history = History()
+        self._recent: deque[dict[str, Any]] = deque(maxlen=DECISIONS_SHOWN)
+        self._state: dict[str, Any] | None = None
+        self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._kept_s: float | None = None
+        self._pruned_s: float | None = None
+        self._kick = asyncio.Event()
+        self._degraded = ""
+        self._begun = False
+
+    # ------------------------------------------------------------------ loop
+
+    async def begin(self) -> None:
+        """Take over what the journal holds: the newest policy, and how long starts took.
+
+        The given policy is stored as version 1 where there is none yet.
+        """
+        stored = await self._journal.policy(self._policy.model)
+        if stored is None:
+            stored = await self._put(self._policy, expected_version=0)
+        self._use(read_policy(stored.document), stored.version)
+        wall_s, now_s = self._clock.wall_s(), self._clock.monotonic_s()
+        ready = await self._journal.outcomes(self._policy.model, "ready", limit=128)
+        for outcome in reversed(ready):
+            document = outcome.document.get("sample")
+            seen_at_s = now_s - max(0.0, wall_s - outcome.at_s)
+            for sample in samples_from([(document, seen_at_s)] if document else ()):
+                self._book.add(Role(str(outcome.document.get("role", Role.PREFILL))), sample)
+        shown = await self._journal.newest(
+            self._policy.model, limit=DECISIONS_SHOWN, changes_only=True
+        )
+        self._recent.extend(_row(record) for record in shown)
+        self._begun = True
+
+    async def adopt(self, policy: Policy) -> None:
+        """Make a policy given at start the next version, unless it is the one in force.
+
+        A pause stays: only whoever asked for it lets go.
+        """
+        policy = policy.model_copy(update={"paused": self._policy.paused})
+        if policy.digest != self._policy.digest:
+            await self.set_policy(policy.document())
+
+    async def run(self) -> None:
+        """Tick for ever. A tick that fails is logged and counted, and the next one comes in time."""
+        if not self._begun:
+            await self.begin()
+        while True:
+            started_s = self._clock.monotonic_s()
+            try:
+                await self.tick()
+            except ReadyplaneError as error:
+                # A store that is away for a while must not end the loop; targets stay as they are.
+                self._degraded = str(error)
+                log.error("tick failed: %s", error)
+            took_s = self._clock.monotonic_s() - started_s
+            await self._pause(max(0.01, self._policy.tick_s - took_s))
+
+    async def tick(self) -> Decision:
+        """One round: look, decide, journal, act, show."""
+        started_s = self._clock.monotonic_s()
+        look = await self._look()
+        leading = await self._lead()
+        await self._resolve()
+        done = self._hand.collect()
+        if self._metrics is not None:
+            for call in done:
+                self._metrics.call(self._policy.model, call.kind)
+        now_s, wall_s = self._clock.monotonic_s(), self._clock.wall_s()
+        held = None if look.instances is None else allocations(look.instances)
+        plan = self._plan(leading=leading)
+        observation = observe(
+            model=plan.model,
+            previous=self._previous,
+            current=self._current,
+            allocations=held,
+            refused=refusals(done),
+            t_ready={name: self._quantiles(name, plan, now_s) for name in POOLS},
+            priors=self._policy.priors,
+            now_s=now_s,
+        )
+        decision_id = f"d{round(wall_s)}-{self._make_id()}"
+        before = self._memory
+        decision, memory = decide(observation, plan, before, now_s=now_s, decision_id=decision_id)
+        self._memory = memory
+        inputs = Inputs(observation, plan, before, now_s, decision_id)
+        if leading:
+            await self._record_and_act(decision, inputs, wall_s=wall_s)
+        self._follower.calls(done, wall_s=wall_s)
+        workers = () if look.router is None else look.router.workers
+        self._follower.look(
+            workers,
+            held or (),
+            fleet_known=look.router is not None,
+            now_s=now_s,
+            wall_s=wall_s,
+        )
+        outcomes = self._follower.collect()
+        if outcomes and leading:
+            await self._journal.attach(outcomes)
+        if leading:
+            await self._tidy(now_s, wall_s)
+        self._seconds.take(look.instances)
+        self._show(plan, observation, decision, wall_s=wall_s, leading=leading)
+        if self._metrics is not None and self._state is not None:
+            seen = self._seen(plan, observation, decision, wall_s)
+            took_s = self._clock.monotonic_s() - started_s
+            pools = self._state["pools"]
+            self._metrics.tick(seen, pools, memory, leading=leading, took_s=took_s)
+        return decision
+
+    async def aclose(self) -> None:
+        """Stop acting and let another planner take over."""
+        await self._hand.aclose()
+        try:
+            await self._leadership.resign()
+        except ReadyplaneError as error:
+            log.warning("leadership runs out by itself: %s", error)
+
+    async def _look(self) -> Look:
+        look = await self._sources.look()
+        # Without a new answer both are the same one: no rate can be made of it twice.
+        self._previous, self._current = self._current, look.router or self._current
+        self._degraded = look.router_error or look.actuator_error
+        return look
+
+    async def _lead(self) -> bool:
+        try:
+            return await self._leadership.renew(self._journal.next_epoch)
+        except ReadyplaneError as error:
+            self._degraded = self._degraded or f"leadership: {error}"
+            self._leadership.lose()
+            return self._leadership.leading
+
+    async def _resolve(self) -> None:
+        """Which artifact new workers serve. Kept when the registry is away: content cannot change."""
+        reference = self._policy.reference
+        if reference.startswith("sha256:"):
+            self._digest, self._resolve_error = reference, ""
+            return
+        now_s = self._clock.monotonic_s()
+        due = self._resolved_s is None or now_s - self._resolved_s >= self._upkeep.resolve_every_s
+        if self._registry is None or not due:
+            return
+        try:
+            async with asyncio.timeout(LOOK_S_MAX):
+                manifest = await self._registry.resolve(reference)
+        except (ReadyplaneError, OSError, TimeoutError) as error:
+            self._resolve_error = f"artifact {reference}: {str(error) or type(error).__name__}"
+            self._degraded = self._degraded or self._resolve_error
+            return
+        self._digest, self._resolve_error, self._resolved_s = manifest.digest, "", now_s
+
+    def _plan(self, *, leading: bool) -> Plan:
+        plan = make_plan(
+            self._policy,
+            version=self._version,
+            manifest_digest=self._digest,
+            profiles=self._profiles,
+        )
+        # A planner that does not lead watches: it holds everything, and acts on nothing.
+        return plan if leading else replace(plan, paused=True)
+
+    def _quantiles(self, name: str, plan: Plan, now_s: float) -> StartQuantiles:
+        return self._book.quantiles(
+            ROLE_OF[name],
+            worker_class=plan.pool(name).worker_class,
+            mode=plan.start_mode,
+            prior=self._policy.t_ready,
+            now_s=now_s,
+        )
+
+    async def _record_and_act(self, decision: Decision, inputs: Inputs, *, wall_s: float) -> None:
+        """Journal first, then act: nothing is done that nobody could explain afterwards."""
+        due = self._kept_s is None or inputs.now_s - self._kept_s >= self._upkeep.sample_every_s
+        if decision.changed or due:
+            packed, digest = encode_inputs(inputs)
+            document = decision_document(
+                decision,
+                at_s=wall_s,
+                leader_epoch=self._leadership.epoch,
+                inputs_digest=digest,
+            )
+            record = Record(
+                decision_id=decision.decision_id,
+                model=decision.model,
+                create_s=wall_s,
+                changed=decision.changed,
+                summary=summary_of(decision),
+                policy_version=decision.policy_version,
+                document=document,
+                inputs=packed,
+            )
+            try:
+                await self._journal.append(record)
+            except ReadyplaneError as error:
+                # Serving comes before book-keeping: act, and say that the record is lost.
+                log.error("decision %s is not journalled: %s", decision.decision_id, error)
+                self._degraded = self._degraded or f"journal: {error}"
+            self._kept_s = inputs.now_s
+            if decision.changed:
+                self._recent.appendleft(_row(record))
+                log.info(record.summary, extra={"scale_decision_id": decision.decision_id})
+        if not self._leadership.leading:
+            return
+        self._hand.take(decision, leader_epoch=self._leadership.epoch)
+        self._drain_again(decision)
+
+    def _drain_again(self, decision: Decision) -> None:
+        """A drain that the router does not show was lost: it is told again."""
+        fresh = {d.worker_id for d in decision.drains}
+        leaving = dict(self._memory.draining)
+        for worker in self._current.workers if self._current is not None else ():
+            if worker.worker_id in leaving and worker.worker_id not in fresh:
+                if worker.state is not WorkerState.READY:
+                    continue
+                deadline_s = self._policy.drain_deadline_s
+                pool = "prefill" if worker.role is Role.PREFILL else "decode"
+                again = Drain(worker.worker_id, pool, 0, deadline_s, "told again")
+                self._hand.drain_again(again, decision.decision_id)
+
+    async def _tidy(self, now_s: float, wall_s: float) -> None:
+        if self._pruned_s is not None and now_s - self._pruned_s < self._upkeep.prune_every_s:
+            return
+        self._pruned_s = now_s
+        await self._journal.prune(
+            self._policy.model,
+            keep=self._upkeep.keep_decisions,
+            older_than_s=wall_s - self._upkeep.keep_s,
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def _seen(
+        self, plan: Plan, observation: Observation, decision: Decision, wall_s: float
+    ) -> Seen:
+        return Seen(
+            plan=replace(plan, paused=self._policy.paused),
+            observation=observation,
+            decision=decision,
+            sample=self._current,
+            worker_seconds=self._seconds.by_role(),
+            wall_s=wall_s,
+            degraded=self._degraded or self._resolve_error,
+        )
+
+    def _show(
+        self,
+        plan: Plan,
+        observation: Observation,
+        decision: Decision,
+        *,
+        wall_s: float,
+        leading: bool,
+    ) -> None:
+        if not leading:
+            holder = self._leadership.other or "nobody yet"
+            self._degraded = self._degraded or f"standing by; {holder} leads"
+        state = state_document(self._seen(plan, observation, decision, wall_s), self._recent)
+        self._state = state
+        self._history.add(state)
+        for queue in self._watchers:
+            if queue.full():
+                queue.get_nowait()  # a slow watcher skips to the newest
+            queue.put_nowait(state)
+
+    async def state(self, model: str = "") -> dict[str, Any]:
+        """See the port. Raises NotFound for another model, Unavailable before the first tick."""
+        self._check(model)
+        if self._state is None:
+            raise Unavailable("the planner has not looked yet", "ask again in a moment")
+        return {**self._state, "history": self._history.document()}
+
+    async def watch_state(self, model: str = "") -> AsyncIterator[dict[str, Any]]:
+        """See the port; a watcher that falls behind gets the newest state."""
+        self._check(model)
+        if len(self._watchers) >= WATCHERS_MAX:
+            raise Unavailable(f"{WATCHERS_MAX} watchers are connected", "close one of them")
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)
+        self._watchers.add(queue)
+        try:
+            if self._state is not None:
+                yield self._state
+            while True:
+                yield await queue.get()
+        finally:
+            self._watchers.discard(queue)
+
+    # ------------------------------------------------------------------ decisions
+
+    async def list_decisions(
+        self, *, model: str = "", limit: int = 50, changes_only: bool = False, before: int = 0
+    ) -> list[dict[str, Any]]:
+        """See the port. `before`: a `sequence` to go on from."""
+        self._check(model)
+        records = await self._journal.newest(
+            self._policy.model, limit=max(1, limit), changes_only=changes_only, before=before
+        )
+        return [{**record.document, "sequence": record.sequence} for record in records]
+
+    async def explain(self, decision_id: str) -> dict[str, Any]:
+        """See the port."""
+        record, outcomes = await self._journal.get(decision_id)
+        rows = self._state["workers"] if self._state is not None else ()
+        return explanation(record, outcomes, {row["worker_id"]: row for row in rows})
+
+    # ------------------------------------------------------------------ policy
+
+    async def get_policy(self, model: str = "") -> tuple[dict[str, Any], int]:
+        """See the port."""
+        self._check(model)
+        return self._policy.document(), self._version
+
+    async def set_policy(
+        self,
+        policy: Mapping[str, Any],
+        *,
+        model: str = "",
+        merge: bool = False,
+        expected_version: int = 0,
+    ) -> tuple[dict[str, Any], int]:
+        """See the port. In force from the next tick, which comes at once."""
+        self._check(model)
+        if expected_version and expected_version != self._version:
+            raise Conflict(
+                "policy version",
+                expected_version,
+                self._version,
+                "read the policy again and repeat the change",
+            )
+        wanted = merged(self._policy, policy) if merge else read_policy(policy)
+        if wanted.model != self._policy.model:
+            raise NotFound("model", wanted.model, f"this planner plans {self._policy.model}")
+        stored = await self._put(wanted, expected_version=self._version)
+        self._use(wanted, stored.version)
+        return wanted.document(), stored.version
+
+    async def set_paused(self, paused: bool, *, model: str = "", reason: str = "") -> bool:
+        """See the port. Kept in the policy, so that a restart does not let go by itself."""
+        self._check(model)
+        if self._policy.paused is not paused:
+            await self.set_policy({"paused": paused}, merge=True)
+            log.info("paused" if paused else "let go", extra={"why": reason})
+        return paused
+
+    async def _put(self, policy: Policy, *, expected_version: int) -> StoredPolicy:
+        wanted = StoredPolicy(policy.model, 0, policy.document(), self._clock.wall_s())
+        return await self._journal.put_policy(wanted, expected_version=expected_version)
+
+    def _use(self, policy: Policy, version: int) -> None:
+        self._profiles = pool_profiles(policy)
+        if policy.reference != self._policy.reference:
+            self._resolved_s = None
+        self._policy, self._version = policy, version
+        self._kick.set()
+
+    def _check(self, model: str) -> None:
+        if model and model != self._policy.model:
+            raise NotFound("model", model, f"this planner plans {self._policy.model}")
+
+    async def _pause(self, seconds: float) -> None:
+        """Until the next tick is due, or something asks for one now."""
+        sleeping = asyncio.ensure_future(self._clock.sleep(seconds))
+        kicked = asyncio.ensure_future(self._kick.wait())
+        try:
+            await asyncio.wait({sleeping, kicked}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sleeping, kicked):
+                task.cancel()
+            self._kick.clear()
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """A decision as the state document lists it."""
+    document = record.document
+    return {
+        "decision_id": record.decision_id,
+        "at_s": record.create_s,
+        "summary": record.summary,
+        "changes": document.get("changes", []),
+        "reasons": document.get("reasons", []),
+    }

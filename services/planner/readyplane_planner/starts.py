@@ -1,0 +1,157 @@
+"""Starts as they were: the document of one start, its sample, and quantiles of T_ready (R1.2, R6).
+
+Owns the reading of a worker's progress. Hands start documents to the state and to explain, and
+quantiles to the signals brain. Seconds; 0 is the moment of the order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from readyplane.core.startup import (
+    CriticalPath,
+    StartMode,
+    StartQuantiles,
+    StartSample,
+    WeightTier,
+    critical_path,
+    start_quantiles,
+)
+from readyplane.core.worker import Role, Worker, WorkerState
+
+SAMPLES_MAX = 64
+SAMPLE_AGE_S_MAX = 6 * 3600.0
+TIER_SAMPLES_MIN = 5
+RUNNING = frozenset({WorkerState.ORDERED, WorkerState.PROVISIONED})
+
+
+def path_of(worker: Worker) -> tuple[CriticalPath, float] | None:
+    """(critical path, agent's clock at the order); None before the agent told anything."""
+    progress = worker.progress
+    if progress is None:
+        return None
+    begun_s = min([progress.start_s, *(s.start_s for s in progress.segments)])
+    ends = [s.end_s for s in progress.segments if s.end_s is not None]
+    over = worker.state not in RUNNING and bool(ends) and len(ends) == len(progress.segments)
+    end_s = max(ends) if over else max([progress.now_s, *ends])
+    return critical_path(progress.segments, start_s=begun_s, end_s=end_s), begun_s
+
+
+def start_document(worker: Worker) -> dict[str, Any]:
+    """The start of one worker for a person: segments, exclusive shares, what it waits for."""
+    found = path_of(worker)
+    progress = worker.progress
+    if found is None or progress is None:
+        return {
+            "wall_s": None,
+            "segments": [],
+            "exclusive_s": {},
+            "unexplained_s": None,
+            "blocking_segment": None,
+            "dominant_segment": None,
+            "log_tail": "",
+            "failure": "",
+        }
+    path, begun_s = found
+    open_segments = [s for s in progress.segments if s.end_s is None]
+    starting = worker.state in RUNNING
+    blocking = max(open_segments, key=lambda s: s.start_s, default=None) if starting else None
+    return {
+        "wall_s": path.wall_s,
+        "segments": [
+            {
+                "name": str(s.name),
+                "start_s": s.start_s - begun_s,
+                "end_s": None if s.end_s is None else s.end_s - begun_s,
+                "modelled": s.modelled,
+                "detail": s.detail,
+            }
+            for s in progress.segments
+        ],
+        "exclusive_s": {str(name): value for name, value in path.exclusive_s.items()},
+        "unexplained_s": path.unexplained_s,
+        "blocking_segment": None if blocking is None else str(blocking.name),
+        "dominant_segment": None if path.dominant is None else str(path.dominant),
+        "log_tail": progress.log_tail if starting or progress.failure else "",
+        "failure": progress.failure,
+    }
+
+
+def sample_of(worker: Worker, *, ordered_ago_s: float | None, now_s: float) -> StartSample | None:
+    """The sample of a worker that has become ready; None for one that nobody ordered."""
+    if worker.offer.attached:
+        return None
+    tier = worker.serving.tier if worker.serving is not None else WeightTier.UNKNOWN
+    found = path_of(worker)
+    if found is not None and worker.progress is not None and found[0].wall_s > 0:
+        path, begun_s = found
+        provision_s = max(0.0, worker.progress.start_s - begun_s)
+        ready_s = max(0.0, path.wall_s - provision_s)
+    elif ordered_ago_s is not None:
+        provision_s, ready_s = 0.0, max(0.0, ordered_ago_s)
+    else:
+        return None
+    offer = worker.offer
+    return StartSample(offer.worker_class, tier, offer.mode, provision_s, ready_s, now_s)
+
+
+class StartBook:
+    """The newest starts by role, bounded in number and age."""
+
+    def __init__(self) -> None:
+        self._samples: dict[Role, deque[StartSample]] = {}
+
+    def add(self, role: Role, sample: StartSample) -> None:
+        """Keep one more."""
+        self._samples.setdefault(role, deque(maxlen=SAMPLES_MAX)).append(sample)
+
+    def quantiles(
+        self, role: Role, *, worker_class: str, mode: str, prior: StartQuantiles, now_s: float
+    ) -> StartQuantiles:
+        """For the class and mode that would be started, and the tier it came from lately."""
+        fitting = [
+            s
+            for s in self._samples.get(role, ())
+            if s.worker_class == worker_class
+            and s.mode == StartMode(mode)
+            and now_s - s.seen_at_s <= SAMPLE_AGE_S_MAX
+        ]
+        if fitting:
+            same_tier = [s for s in fitting if s.tier is fitting[-1].tier]
+            if len(same_tier) >= TIER_SAMPLES_MIN:
+                fitting = same_tier
+        return start_quantiles(fitting, now_s=now_s, prior=prior)
+
+
+def sample_document(sample: StartSample) -> dict[str, Any]:
+    """A sample for the journal."""
+    return {
+        "worker_class": sample.worker_class,
+        "tier": str(sample.tier),
+        "mode": str(sample.mode),
+        "provision_s": sample.provision_s,
+        "ready_s": sample.ready_s,
+        "capacity_s": sample.capacity_s,
+    }
+
+
+def samples_from(documents: Iterable[tuple[Mapping[str, Any], float]]) -> list[StartSample]:
+    """Samples out of journal documents, each with the clock at which it was seen."""
+    out: list[StartSample] = []
+    for doc, seen_at_s in documents:
+        try:
+            out.append(
+                StartSample(
+                    str(doc["worker_class"]),
+                    WeightTier(doc["tier"]),
+                    StartMode(doc["mode"]),
+                    float(doc["provision_s"]),
+                    float(doc["ready_s"]),
+                    seen_at_s,
+                )
+            )
+        except (KeyError, ValueError, TypeError):
+            continue  # written by another version: one sample less, never a wrong one
+    return out

@@ -1,0 +1,283 @@
+"""The state document: what a person watches, as JSON; null is 'not known' (see the README).
+
+Owns its shape and the history behind it. Built from values of one tick; no effect happens here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from readyplane.core.worker import Worker, WorkerState
+from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Plan, PoolDecision
+from readyplane_planner.signals import Allocation, Latency, Observation, RouterSample
+from readyplane_planner.starts import start_document
+
+HISTORY_MAX = 900
+POINT = ("desired", "provisioned", "ready", "load")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one tick knows."""
+
+    plan: Plan
+    observation: Observation
+    decision: Decision
+    sample: RouterSample | None
+    worker_seconds: Mapping[str, float]
+    wall_s: float
+    degraded: str = ""
+
+
+class History:
+    """The last HISTORY_MAX points, one a tick, in parallel lists."""
+
+    def __init__(self) -> None:
+        self._t: deque[float] = deque(maxlen=HISTORY_MAX)
+        self._lists: dict[str, deque[float | None]] = {}
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Take the point of a state document."""
+        self._t.append(state["now_s"])
+        for pool in POOLS:
+            for key in POINT:
+                self._put(f"{pool}.{key}", state["pools"][pool][key])
+        for name in ("ttft", "tpot"):
+            actual = state["latency"][name]["actual"]
+            self._put(f"{name}_actual_p90_s", actual["p90_s"])
+            pool = "prefill" if name == "ttft" else "decode"
+            self._put(f"{name}_predicted_s", state["pools"][pool]["predicted_s"])
+
+    def document(self) -> dict[str, Any]:
+        """The lists as JSON."""
+        latencies = {
+            name: list(self._lists.get(name, ()))
+            for stem in ("ttft", "tpot")
+            for name in (f"{stem}_actual_p90_s", f"{stem}_predicted_s")
+        }
+        pools = {
+            pool: {key: list(self._lists.get(f"{pool}.{key}", ())) for key in POINT}
+            for pool in POOLS
+        }
+        return {"t_s": list(self._t), **pools, **latencies}
+
+    def _put(self, name: str, value: float | None) -> None:
+        self._lists.setdefault(name, deque(maxlen=HISTORY_MAX)).append(value)
+
+
+def state_document(seen: Seen, decisions: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state, without history."""
+    sample, decision, plan = seen.sample, seen.decision, seen.plan
+    workers = () if sample is None else sample.workers
+    return {
+        "now_s": seen.wall_s,
+        "model": plan.model,
+        "paused": plan.paused,
+        "policy_version": plan.version,
+        "slo": {"ttft_s": plan.ttft_s, "tpot_s": plan.tpot_s},
+        "degraded": seen.degraded or decision.degraded,
+        "lateness_p99_s": _largest(w.load.lateness_p99_s for w in workers),
+        "pools": state_pools(seen),
+        "latency": {
+            name: {
+                "actual": _latency(seen.observation.latency.get(f"{name}_actual")),
+                "predicted": _latency(seen.observation.latency.get(f"{name}_predicted")),
+            }
+            for name in ("ttft", "tpot")
+        },
+        "counters": _counters(sample, seen.worker_seconds),
+        "workers": _workers(workers, seen.observation.allocations, decision),
+        "decisions": list(decisions),
+        "forecast": {name: _forecast(decision.pool(name)) for name in POOLS},
+    }
+
+
+def state_pools(seen: Seen) -> dict[str, dict[str, Any]]:
+    """The `pools` part of the document."""
+    workers = () if seen.sample is None else seen.sample.workers
+    return {name: _pool(name, seen, seen.decision.pool(name), workers) for name in POOLS}
+
+
+def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) -> dict[str, Any]:
+    role, rate, observation = ROLE_OF[name], pool.worker_rate, seen.observation
+    mine = [w for w in workers if w.role.serves(role) and w.state is not WorkerState.GONE]
+    states = [w.state for w in mine]
+    ready = states.count(WorkerState.READY)
+    alive = {w.worker_id for w in mine}
+    # The actuator also tells of capacity that runs but holds no lease yet (R1.1).
+    unleased = sum(
+        1
+        for a in observation.allocations
+        if a.role.serves(role) and a.state == "running" and a.worker_id not in alive
+    )
+    leased = sum(1 for s in states if s in {WorkerState.PROVISIONED, WorkerState.STALLED})
+    provisioned = ready + leased + unleased
+    usages = [
+        w.load.kv_used_blocks / w.load.kv_total_blocks
+        for w in mine
+        if w.state is WorkerState.READY
+        and w.load.kv_used_blocks is not None
+        and w.load.kv_total_blocks
+    ]
+    queue = observation.queue if name == "prefill" else observation.remaining
+    target_s = seen.plan.ttft_s if name == "prefill" else seen.plan.tpot_s
+    return {
+        "desired": pool.target,
+        "provisioned": provisioned,
+        "ready": ready,
+        "draining": states.count(WorkerState.DRAINING),
+        "desired_rate": pool.target * rate,
+        "provisioned_rate": provisioned * rate,
+        "ready_rate": ready * rate,
+        "gap_rate": max(0, pool.target - ready) * rate,
+        "load": pool.load.value,
+        "load_low": pool.load.low,
+        "load_high": pool.load.high,
+        "queue_tokens": queue.value,
+        "actual_s": pool.load.actual_s,
+        "predicted_s": pool.load.predicted_s,
+        "target_s": target_s,
+        "next_arrival_s": pool.etas_s[0] if pool.etas_s else None,
+        "t_ready_p50_s": pool.t_ready.p50_s,
+        "t_ready_p90_s": pool.t_ready.p90_s,
+        "t_ready_p99_s": pool.t_ready.p99_s,
+        "t_ready_samples": pool.t_ready.count,
+        "kv_usage": sum(usages) / len(usages) if usages else None,
+        "active": sum(w.active for w in mine),
+        "correction": pool.correction,
+    }
+
+
+def _forecast(pool: PoolDecision) -> dict[str, Any]:
+    made = pool.forecast
+    return {
+        "level": made.level,
+        "upper": made.upper,
+        "lower": made.lower,
+        "now": made.now,
+        "horizon_s": made.horizon_s,
+        "coverage": made.coverage,
+        "judged": made.judged,
+        "pinball": made.pinball,
+    }
+
+
+def _latency(window: Latency | None) -> dict[str, Any]:
+    if window is None or window.count == 0:
+        return {"p50_s": None, "p90_s": None, "p99_s": None, "count": 0}
+    return {
+        "p50_s": window.p50_s,
+        "p90_s": window.p90_s,
+        "p99_s": window.p99_s,
+        "count": window.count,
+    }
+
+
+def _counters(sample: RouterSample | None, worker_seconds: Mapping[str, float]) -> dict[str, Any]:
+    names = ("arrivals", "finished", "attained", "refused", "aborted", "repaired", "handovers")
+    counters = {} if sample is None or not sample.model_known else sample.counters
+    return {
+        **{name: counters.get(f"{name}_total") for name in names},
+        "output_tokens": counters.get("output_tokens_total"),
+        "worker_seconds": dict(worker_seconds),
+    }
+
+
+def _workers(
+    workers: Sequence[Worker], held: Sequence[Allocation], decision: Decision
+) -> list[dict[str, Any]]:
+    """Every worker the router knows, then what was ordered and is not known to it yet."""
+    rows = [_worker(w, held) for w in sorted(workers, key=lambda w: w.worker_id)]
+    known = {w.worker_id for w in workers}
+    for allocation in held:
+        if allocation.worker_id not in known and allocation.state in {"pending", "running"}:
+            rows.append(_unleased(allocation))
+            known.add(allocation.worker_id)
+    for order in decision.orders:
+        if order.worker_id not in known:
+            rows.append(
+                _unleased(
+                    Allocation(
+                        order.worker_id,
+                        ROLE_OF[order.pool],
+                        "ordered",
+                        order.worker_class,
+                        generation=order.generation,
+                        mode=order.mode,
+                        scale_decision_id=decision.decision_id,
+                    )
+                )
+            )
+    return rows
+
+
+def _worker(worker: Worker, held: Sequence[Allocation]) -> dict[str, Any]:
+    offer, load = worker.offer, worker.load
+    age_s = next((a.allocated_ago_s for a in held if a.worker_id == worker.worker_id), None)
+    usage = None
+    if load.kv_used_blocks is not None and load.kv_total_blocks:
+        usage = load.kv_used_blocks / load.kv_total_blocks
+    return {
+        "worker_id": offer.worker_id,
+        "incarnation": offer.incarnation,
+        "role": str(offer.role),
+        "state": str(worker.state),
+        "node": offer.node,
+        "worker_class": offer.worker_class,
+        "generation": offer.generation,
+        "epoch": worker.epoch,
+        "scale_decision_id": offer.scale_decision_id,
+        "mode": str(offer.mode),
+        "tier": str(worker.serving.tier) if worker.serving is not None else "unknown",
+        "age_s": age_s,
+        "active": worker.active,
+        "promised_prefill_tokens": worker.promised_prefill_tokens,
+        "promised_kv_blocks": worker.promised_kv_blocks,
+        "kv_usage": usage,
+        "load": {name: getattr(load, name) for name in load.__slots__},
+        "start": start_document(worker),
+        "checks": [{"name": c.name, "passed": c.passed, "reason": c.reason} for c in worker.checks],
+        "drain_reason": worker.drain_reason,
+    }
+
+
+def _unleased(allocation: Allocation) -> dict[str, Any]:
+    """An allocation whose agent has not registered: ordered, with nothing known of its load."""
+    nothing = {"wall_s": allocation.allocated_ago_s, "segments": [], "exclusive_s": {}}
+    blocking = "runtime_import" if allocation.running_ago_s is not None else "schedule"
+    return {
+        "worker_id": allocation.worker_id,
+        "incarnation": "",
+        "role": str(allocation.role),
+        "state": str(WorkerState.ORDERED),
+        "node": allocation.node,
+        "worker_class": allocation.worker_class,
+        "generation": allocation.generation,
+        "epoch": 0,
+        "scale_decision_id": allocation.scale_decision_id,
+        "mode": allocation.mode,
+        "tier": "unknown",
+        "age_s": allocation.allocated_ago_s,
+        "active": 0,
+        "promised_prefill_tokens": 0,
+        "promised_kv_blocks": 0,
+        "kv_usage": None,
+        "load": {},
+        "start": {
+            **nothing,
+            "unexplained_s": None,
+            "blocking_segment": blocking,
+            "dominant_segment": None,
+            "log_tail": "",
+            "failure": allocation.reason,
+        },
+        "checks": [],
+        "drain_reason": "",
+    }
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((v for v in values if v is not None), default=None)
