@@ -8,103 +8,36 @@ CLOCK_MONOTONIC of this machine, so that an agent can lay them beside its own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from readyplane.core.errors import InvalidField
-from readyplane.core.identity import Manifest
 from readyplane.core.startup import Segment, StartMode
 from readyplane.core.worker import LoadReport, Role, Serving
 from readyplane.ports import KvEventBatch
+from readyplane_agent.engines.layout import (
+    ARENA_ALIGN_BYTES,
+    TENSOR_TABLE_SCHEMA,
+    ArenaLayout,
+    TensorSlot,
+    arena_layout,
+    read_tensor_table,
+    tensor_table_document,
+)
 
-TENSOR_TABLE_SCHEMA = "readyplane/tensor-table/1"
-ARENA_ALIGN_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSlot:
-    """Where one tensor lies in the arena: `[offset_bytes, offset_bytes + size_bytes)`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset_bytes: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaLayout:
-    """Where files and tensors of an artifact lie in the arena file.
-
-    Attributes:
-        file_offsets: file path -> offset of its first byte. tensors: in manifest order.
-        size_bytes: length of the arena file.
-    """
-
-    file_offsets: Mapping[str, int]
-    tensors: tuple[TensorSlot, ...]
-    size_bytes: int
-
-
-def arena_layout(manifest: Manifest) -> ArenaLayout:
-    """The one layout that loader and engine agree on: weight files one after another.
-
-    Files of purpose `weights` in path order, each starting at a multiple of
-    `ARENA_ALIGN_BYTES`, byte for byte as published; a tensor lies at its file's offset plus its
-    own.
-    """
-    offsets: dict[str, int] = {}
-    end = 0
-    for entry in manifest.files:
-        if entry.purpose == "weights":
-            offsets[entry.path] = end
-            end += -(-entry.size_bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
-    slots = tuple(
-        TensorSlot(t.name, t.dtype, t.shape, offsets[t.file] + t.offset_bytes, t.size_bytes)
-        for t in manifest.tensors
-        if t.file in offsets
-    )
-    return ArenaLayout(offsets, slots, end)
-
-
-def tensor_table_document(layout: ArenaLayout, *, manifest_digest: str) -> dict[str, Any]:
-    """The JSON document that an adapter hands to its engine as `EngineSpec.tensor_table_path`."""
-    return {
-        "schema": TENSOR_TABLE_SCHEMA,
-        "manifest_digest": manifest_digest,
-        "arena_bytes": layout.size_bytes,
-        "tensors": [
-            [slot.name, slot.dtype, list(slot.shape), slot.offset_bytes, slot.size_bytes]
-            for slot in layout.tensors
-        ],
-    }
-
-
-def read_tensor_table(text: str | bytes) -> tuple[tuple[TensorSlot, ...], int]:
-    """Slots and arena size of a tensor table.
-
-    Raises:
-        InvalidField: not such a document, or a tensor outside the arena.
-    """
-    where = "tensor_table"
-    try:
-        doc = json.loads(text)
-        schema, size = doc["schema"], int(doc["arena_bytes"])
-        slots = tuple(
-            TensorSlot(str(n), str(d), tuple(int(v) for v in s), int(o), int(b))
-            for n, d, s, o, b in doc["tensors"]
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidField(where, repr(error), f"write a {TENSOR_TABLE_SCHEMA} document") from error
-    if schema != TENSOR_TABLE_SCHEMA:
-        raise InvalidField(f"{where}.schema", schema, f"write {TENSOR_TABLE_SCHEMA}")
-    for slot in slots:
-        if slot.offset_bytes < 0 or slot.offset_bytes + slot.size_bytes > size:
-            raise InvalidField(f"{where}.{slot.name}", slot.offset_bytes, f"stay within {size} B")
-    return slots, size
+__all__ = [
+    "ARENA_ALIGN_BYTES",
+    "TENSOR_TABLE_SCHEMA",
+    "ArenaLayout",
+    "EnginePort",
+    "EngineSpec",
+    "GenerateResult",
+    "TensorSlot",
+    "arena_layout",
+    "read_tensor_table",
+    "tensor_table_document",
+]
 
 
 @dataclass(frozen=True, slots=True)

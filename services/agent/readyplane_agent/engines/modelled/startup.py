@@ -22,9 +22,9 @@ from readyplane.core.errors import InvalidField, NotFound, Unavailable
 from readyplane.core.identity import digest_of, parse
 from readyplane.core.startup import Segment, SegmentName, StartMode
 from readyplane.kit.clock import Clock
+from readyplane_agent.engines.layout import read_tensor_table
 from readyplane_agent.engines.modelled.answer import fingerprint, tensor_digest
 from readyplane_agent.engines.modelled.settings import ModelledSettings
-from readyplane_agent.engines.port import read_tensor_table
 
 LOG = logging.getLogger("engine")
 CACHE_HIT_FACTOR = 0.15  # of a compilation, once its result is cached (measured: 25 s -> 10 s)
