@@ -1,0 +1,56 @@
+"""The names of the ready gate's checks (R18.1) and the evidence each must carry.
+
+The agent produces them, the router's gate judges the evidence itself; `passed` alone convinces
+nobody. A check that cannot be made on an attached engine is sent as passed with the single field
+`NOT_APPLICABLE` and the reason in words; only the checks of `ATTACHED_MAY_SKIP` may be.
+"""
+
+from __future__ import annotations
+
+MODEL_REVISION = "model_revision"
+TOKENIZER_REVISION = "tokenizer_revision"
+TENSOR_CHECKSUMS = "tensor_checksums"
+SHARD_COVERAGE = "shard_coverage"
+KV_CONNECTOR = "kv_connector"
+CANARY = "canary"
+BASICS = "basics"
+KV_POOL = "kv_pool"
+PROFILE = "profile"
+LEASE = "lease"
+GROUP = "group"
+
+# Name of the check, and the evidence fields that must be there.
+#
+# model_revision      manifest_digest: what the engine was really given
+# tokenizer_revision  tokenizer_digest ("" when the artifact has none)
+# tensor_checksums    chunks_verified, chunks_total, failed (names of what did not match)
+# shard_coverage      tensors, tensors_expected, missing (names), ranks
+# kv_connector        outbound, inbound: true when reached, detail in words
+# canary              token_ids (the answer), eos_ok, sampling_ok; an attached engine adds
+#                     repeat_token_ids: the same question asked again
+# basics              eos, max_tokens: true; structured: true or "not offered"
+# kv_pool             kv_total_blocks, free_blocks (after the canary)
+# profile             name, digest; document (the profile itself) where the router may not have it
+# lease               epoch
+# group               group_epoch
+GATE_CHECKS: dict[str, tuple[str, ...]] = {
+    MODEL_REVISION: ("manifest_digest",),
+    TOKENIZER_REVISION: ("tokenizer_digest",),
+    TENSOR_CHECKSUMS: ("chunks_verified", "chunks_total", "failed"),
+    SHARD_COVERAGE: ("tensors", "tensors_expected", "missing", "ranks"),
+    KV_CONNECTOR: ("outbound", "inbound", "detail"),
+    CANARY: ("token_ids", "eos_ok", "sampling_ok"),
+    BASICS: ("eos", "max_tokens", "structured"),
+    KV_POOL: ("kv_total_blocks", "free_blocks"),
+    PROFILE: ("name", "digest"),
+    LEASE: ("epoch",),
+    GROUP: ("group_epoch",),
+}
+
+NOT_APPLICABLE = "not_applicable"
+NOT_OFFERED = "not offered"
+
+# What cannot be checked on an engine that was already running: nobody saw its bytes being loaded.
+ATTACHED_MAY_SKIP = frozenset(
+    {MODEL_REVISION, TOKENIZER_REVISION, TENSOR_CHECKSUMS, SHARD_COVERAGE, KV_CONNECTOR}
+)

@@ -1,0 +1,160 @@
+"""`python -m readyplane_router`: the router as a process.
+
+Owns the wiring of stores, use-cases and ports; everything it wires is tested without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import sys
+from importlib import resources
+from pathlib import Path
+
+from pydantic import Field
+
+from readyplane.client import RegistryClient
+from readyplane.core.errors import InvalidField, Unavailable
+from readyplane.core.profile import ClassProfile
+from readyplane.kit.clock import SystemClock
+from readyplane.kit.database import async_engine, migrate
+from readyplane.kit.redis import check_eviction, connect
+from readyplane.kit.server import ServiceServer, run_service
+from readyplane.kit.settings import ServiceSettings, parse_settings
+from readyplane.kit.telemetry import metrics, setup_logging
+from readyplane_router import api, rpc
+from readyplane_router.metrics import RouterCollector, StartMetrics
+from readyplane_router.policy import RouterPolicy
+from readyplane_router.postgres import PostgresEpochs
+from readyplane_router.redis import RedisStore
+from readyplane_router.service import RouterService
+
+PACKAGE = "readyplane_router"
+WAIT_FOR_STORES_S_MAX = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class RouterSettings(ServiceSettings):
+    """What the router is told."""
+
+    policy_file: Path | None = Field(None, description="router policy as JSON (see README)")
+    profiles_dir: Path | None = Field(None, description="folder of class profiles, *.json")
+
+
+def read_policy(path: Path | None) -> RouterPolicy:
+    """The policy in a file, or the default.
+
+    Raises:
+        InvalidField: the file, or a field in it.
+    """
+    if path is None:
+        return RouterPolicy()
+    return RouterPolicy.from_document(_json(path, "policy_file"))
+
+
+def read_profiles(folder: Path | None) -> dict[str, ClassProfile]:
+    """The profiles that ship with Readyplane, and those of a folder, by name.
+
+    Raises:
+        InvalidField: the folder, or a profile in it.
+    """
+    found = {}
+    for item in resources.files("readyplane.profiles").iterdir():
+        if item.name.endswith(".json"):
+            profile = ClassProfile.from_document(json.loads(item.read_text()))
+            found[profile.name] = profile
+    if folder is not None:
+        if not folder.is_dir():
+            raise InvalidField("profiles_dir", str(folder), "give a folder of *.json profiles")
+        for path in sorted(folder.glob("*.json")):
+            profile = ClassProfile.from_document(_json(path, "profiles_dir"))
+            found[profile.name] = profile
+    return found
+
+
+def _json(path: Path, field: str) -> dict[str, object]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidField(field, str(path), f"give a readable JSON file ({error})") from error
+    if not isinstance(document, dict):
+        raise InvalidField(field, str(path), "give a JSON object")
+    return document
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Run until a signal comes.
+
+    Raises:
+        InvalidField, Refused, Unavailable: a setting or a store is wrong.
+    """
+    settings.need("database_url", "redis_url")
+    setup_logging("router", settings.log_level)
+    clock = SystemClock()
+    policy = read_policy(settings.policy_file)
+    await migrate(settings.database_url, PACKAGE)
+    client = connect(settings.redis_url)
+    engine = async_engine(settings.database_url)
+    registry = RegistryClient(settings.registry, settings.token) if settings.registry else None
+    try:
+        await check_eviction(client)
+        starts = StartMetrics(metrics)
+        service = RouterService(
+            store=RedisStore(client),
+            epochs=PostgresEpochs(engine),
+            clock=clock,
+            registry=registry,
+            profiles=read_profiles(settings.profiles_dir),
+            incarnation=f"router-{secrets.token_hex(6)}",
+            policy=policy,
+            on_admitted=starts.admitted,
+        )
+        await _started(service)
+        metrics.register(RouterCollector(service))
+        server = ServiceServer("router", settings)
+        server.add_grpc(lambda s: rpc.register(s, service, clock), rpc.FULL_NAME)
+        server.app.include_router(api.routes(service, clock))
+        await server.run([service.run])
+    finally:
+        await client.aclose()
+        await engine.dispose()
+        if registry is not None:
+            await registry.aclose()
+
+
+async def _started(service: RouterService) -> None:
+    """Take over what the store knows, waiting a while for it: not ready before (B51)."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(WAIT_FOR_STORES_S_MAX):
+            while True:
+                try:
+                    await service.start()
+                    return
+                except Unavailable as error:
+                    log.warning("waiting for the stores", extra={"error": str(error)})
+                    await asyncio.sleep(1.0)
+    raise Unavailable("the stores did not answer", "check that Postgres and Redis run")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry of the process."""
+    arguments = sys.argv[1:] if argv is None else argv
+
+    async def run() -> None:
+        settings = parse_settings(
+            RouterSettings,
+            arguments,
+            "python -m readyplane_router",
+            "Who is alive, and which pair serves a request.",
+        )
+        await serve(settings)
+
+    run_service(run)
+
+
+if __name__ == "__main__":
+    main()

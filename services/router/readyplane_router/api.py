@@ -1,0 +1,174 @@
+"""The router over REST: what a person or a gateway without gRPC asks for.
+
+Translates JSON only; the same use-cases and errors as over gRPC. Times of a worker are ages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from readyplane.core.errors import InvalidField
+from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, pack_tokens
+from readyplane.core.worker import Fleet, Worker
+from readyplane.kit.clock import Clock
+from readyplane.ports import Pair
+from readyplane_router.service import RouterService
+
+EVENTS_MAX = 10_000
+TOKENS_MAX = 2_000_000
+
+
+Model = Annotated[str, Query(description="empty for all")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SloBody(_Body):
+    """Targets of one request."""
+
+    ttft_s: float = Field(gt=0, description="seconds to the first token")
+    tpot_s: float = Field(gt=0, description="seconds per later token")
+
+
+class RouteBody(_Body):
+    """A request to be paired: token ids, or the hashes of its full blocks with its length."""
+
+    request_id: str = Field(min_length=1, max_length=200)
+    model: str = Field(min_length=1)
+    token_ids: list[int] = Field(default_factory=list, max_length=TOKENS_MAX)
+    block_hashes: list[int] = Field(default_factory=list, max_length=TOKENS_MAX)
+    isl: int | None = Field(None, description="prompt tokens; not needed with token_ids")
+    max_tokens: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    slo: SloBody | None = None
+    lora: str = ""
+    cache_salt: str = ""
+    replaces: str = Field("", description="reservation whose leg failed")
+    avoid: list[str] = Field(default_factory=list, description="worker ids not to be used")
+    explain: bool = False
+    dry_run: bool = False
+
+    def shape(self) -> RequestShape:
+        """The request in core words.
+
+        Raises:
+            InvalidField: neither token ids nor a length.
+        """
+        isl = self.isl if self.isl is not None else len(self.token_ids)
+        if not isl:
+            raise InvalidField("isl", self.isl, "give token_ids, or isl with block_hashes")
+        return RequestShape(
+            request_id=self.request_id,
+            model=self.model,
+            isl=isl,
+            token_ids=pack_tokens(self.token_ids) if self.token_ids else b"",
+            block_hashes=tuple(self.block_hashes),
+            max_tokens=self.max_tokens,
+            priority=self.priority,
+            tenant=self.tenant,
+            slo=Slo(self.slo.ttft_s, self.slo.tpot_s) if self.slo else None,
+            lora=self.lora,
+            cache_salt=self.cache_salt,
+        )
+
+
+class EventBody(_Body):
+    """A fact about a reserved request."""
+
+    reservation_id: str
+    kind: EventKind
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    output_tokens: int = Field(0, ge=0)
+    cached_tokens: int | None = None
+    failed_worker_id: str = ""
+    attained: bool | None = None
+    detail: str = ""
+
+
+class CompleteBody(_Body):
+    """Facts, in order."""
+
+    events: list[EventBody] = Field(max_length=EVENTS_MAX)
+
+
+class DrainBody(_Body):
+    """Why and how long a worker may take to drain."""
+
+    epoch: int = Field(0, ge=0, description="0: whatever incarnation lives now")
+    reason: str = ""
+    deadline_s: float = Field(300.0, gt=0, le=86_400)
+    scale_decision_id: str = ""
+
+
+def routes(service: RouterService, clock: Clock) -> APIRouter:
+    """The routes of the router."""
+    router = APIRouter(prefix="/v1", tags=["router"])
+
+    @router.post("/route", summary="Pick and reserve a pair")
+    async def route(body: RouteBody) -> dict[str, Any]:
+        pair = await service.route(
+            body.shape(),
+            replaces=body.replaces,
+            avoid=body.avoid,
+            explain=body.explain,
+            dry_run=body.dry_run,
+        )
+        return _pair(pair)
+
+    @router.post("/complete", summary="Tell what became of reserved requests")
+    async def complete(body: CompleteBody) -> dict[str, int]:
+        events = [RequestEvent(**event.model_dump()) for event in body.events]
+        return {"unknown": await service.complete(events)}
+
+    @router.get("/workers", summary="The workers now")
+    async def workers(model: Model = "") -> dict[str, Any]:
+        return _fleet(await service.list_workers(model), clock.monotonic_s())
+
+    @router.post("/workers/{worker_id}/drain", summary="No new work for a worker")
+    async def drain(worker_id: str, body: DrainBody | None = None) -> dict[str, Any]:
+        wanted = body or DrainBody.model_validate({})
+        worker = await service.drain(worker_id, **wanted.model_dump())
+        return _worker(worker, clock.monotonic_s())
+
+    @router.get("/signals", summary="Demand, latency and queues")
+    async def signals(model: Model = "") -> dict[str, Any]:
+        found = await service.signals(model)
+        return {
+            "incarnation": found.incarnation,
+            "uptime_s": found.uptime_s,
+            "models": {name: dataclasses.asdict(value) for name, value in found.models.items()},
+            "fleet": _fleet(found.fleet, clock.monotonic_s()),
+        }
+
+    return router
+
+
+def _pair(pair: Pair) -> dict[str, Any]:
+    document = dataclasses.asdict(pair)
+    if pair.explanation is None:
+        del document["explanation"]
+    return document
+
+
+def _fleet(fleet: Fleet, now_s: float) -> dict[str, Any]:
+    return {
+        "version": fleet.version,
+        "degraded": fleet.degraded,
+        "workers": [_worker(worker, now_s) for worker in fleet.workers.values()],
+    }
+
+
+def _worker(worker: Worker, now_s: float) -> dict[str, Any]:
+    document = dataclasses.asdict(worker)
+    for name in ("provisioned", "ready", "draining", "renewed"):
+        then_s = document.pop(f"{name}_s")
+        document[f"{name}_ago_s"] = None if then_s is None else max(0.0, now_s - then_s)
+    return document

@@ -1,0 +1,248 @@
+"""The router's metrics: read from the service when somebody scrapes, starts as they are admitted.
+
+Owns names and labels (R24.1). Gauges and counters are made anew at every scrape from what is alive,
+so that nothing of a gone worker stays (field report B160); a model label is given only to models
+that have a desk, anything else is `other` (B159).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from readyplane.core.startup import SegmentName
+from readyplane.core.worker import Role, Worker, WorkerState
+from readyplane_router.desk import Desk
+from readyplane_router.service import OTHER_MODEL, RouterService
+
+START_BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)
+LABELS = ("pool", "worker_class", "model")
+SEGMENT_METRICS: dict[str, tuple[SegmentName, ...]] = {
+    "image_pull_seconds": (SegmentName.IMAGE,),
+    "weight_read_seconds": (SegmentName.WEIGHT_READ,),
+    "weight_transfer_seconds": (SegmentName.WEIGHT_TRANSFER,),
+    "weight_deserialize_seconds": (SegmentName.WEIGHT_DESERIALIZE,),
+    "host_to_device_seconds": (SegmentName.HOST_TO_DEVICE,),
+    "compile_seconds": (SegmentName.COMPILE,),
+    "cuda_graph_capture_seconds": (SegmentName.CUDA_GRAPH,),
+    "kv_profile_seconds": (SegmentName.KV_PROFILE,),
+    "parallel_group_barrier_seconds": (SegmentName.GROUP_BARRIER,),
+    "canary_seconds": (SegmentName.CANARY,),
+    "router_registration_seconds": (SegmentName.ROUTER_REGISTRATION,),
+}
+
+
+class StartMetrics:
+    """Histograms of start-up segments; `admitted` is handed to the service."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register under `readyplane_`."""
+        self._schedule = Histogram(
+            "readyplane_schedule_to_gpu_seconds",
+            "From the order until the agent runs on its machine",
+            LABELS,
+            buckets=START_BUCKETS_S,
+            registry=registry,
+        )
+        self._segments = {
+            name: Histogram(
+                f"readyplane_{name}",
+                f"Seconds of {name.removesuffix('_seconds').replace('_', ' ')} in a start",
+                LABELS,
+                buckets=START_BUCKETS_S,
+                registry=registry,
+            )
+            for name in SEGMENT_METRICS
+        }
+        self._hits = Counter(
+            "readyplane_compile_cache_hit",
+            "Starts whose compile artifacts were found",
+            LABELS,
+            registry=registry,
+        )
+        self._misses = Counter(
+            "readyplane_compile_cache_miss",
+            "Starts that had to compile, by reason",
+            (*LABELS, "reason"),
+            registry=registry,
+        )
+        self._reasons: set[str] = set()
+
+    def admitted(self, worker: Worker) -> None:
+        """Count one finished start."""
+        labels = _labels_of(worker)
+        progress = worker.progress
+        if progress is None:
+            return
+        totals: dict[SegmentName, float] = {}
+        for segment in progress.segments:
+            end_s = progress.now_s if segment.end_s is None else segment.end_s
+            totals[segment.name] = totals.get(segment.name, 0.0) + max(0.0, end_s - segment.start_s)
+            if segment.name is SegmentName.COMPILE:
+                self._cache(labels, segment.detail)
+        if SegmentName.SCHEDULE in totals:
+            self._schedule.labels(*labels).observe(totals[SegmentName.SCHEDULE])
+        elif worker.offer.ordered_ago_s is not None:
+            self._schedule.labels(*labels).observe(worker.offer.ordered_ago_s)
+        for name, segments in SEGMENT_METRICS.items():
+            seconds = [totals[s] for s in segments if s in totals]
+            if seconds:
+                self._segments[name].labels(*labels).observe(sum(seconds))
+
+    def _cache(self, labels: tuple[str, ...], detail: str) -> None:
+        for word in detail.split():
+            if word == "cache=hit":
+                self._hits.labels(*labels).inc()
+            elif word.startswith("cache=miss"):
+                reason = word.partition(":")[2] or "unknown"
+                if reason not in self._reasons and len(self._reasons) >= 32:
+                    reason = "other"
+                self._reasons.add(reason)
+                self._misses.labels(*labels, reason).inc()
+
+
+class RouterCollector(Collector):
+    """Everything that can be read off the service when somebody asks."""
+
+    def __init__(self, service: RouterService) -> None:
+        """Read from `service` at every scrape."""
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing beforehand: registering must not read the service."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        yield from self._pools()
+        yield from self._models()
+        yield from self._membership()
+
+    def _pools(self) -> Iterator[Metric]:
+        fleet = self._service.members.fleet()
+        groups: dict[tuple[str, ...], list[Worker]] = {}
+        for worker in fleet.workers.values():
+            if worker.state is not WorkerState.GONE:
+                groups.setdefault(_labels_of(worker), []).append(worker)
+        workers = _gauge("router_workers", "Workers the router knows, by state", (*LABELS, "state"))
+        queue = _gauge("prefill_queue_tokens", "Prompt tokens promised to P and not yet computed")
+        active = _gauge("decode_active_sequences", "Sequences promised to decode workers")
+        usage = _gauge("kv_usage_ratio", "KV blocks promised or used, of all, 0 to 1")
+        tier = _gauge(
+            "weight_source_tier", "Workers by where their weights came from", (*LABELS, "tier")
+        )
+        for labels, found in groups.items():
+            for state in (
+                WorkerState.PROVISIONED,
+                WorkerState.READY,
+                WorkerState.DRAINING,
+                WorkerState.STALLED,
+            ):
+                count = sum(w.state is state for w in found)
+                workers.add_metric((*labels, str(state)), count)
+            if found[0].role.serves(Role.PREFILL):
+                queue.add_metric(labels, sum(w.promised_prefill_tokens for w in found))
+            if found[0].role.serves(Role.DECODE):
+                active.add_metric(labels, sum(w.active for w in found))
+            total = sum(w.serving.kv_total_blocks for w in found if w.serving)
+            if total:
+                used = sum(
+                    max(w.promised_kv_blocks, w.load.kv_used_blocks or 0)
+                    for w in found
+                    if w.serving
+                )
+                usage.add_metric(labels, used / total)
+            tiers: dict[str, int] = {}
+            for worker in found:
+                if worker.serving is not None:
+                    name = str(worker.serving.tier)
+                    tiers[name] = tiers.get(name, 0) + 1
+            for name, count in tiers.items():
+                tier.add_metric((*labels, name), count)
+        yield from (workers, queue, active, usage, tier)
+
+    def _models(self) -> Iterator[Metric]:
+        service = self._service
+        windows = {
+            name: _gauge(
+                f"{name}_seconds",
+                f"{name.replace('_', ' ')} over the window",
+                ("model", "quantile"),
+            )
+            for name in ("ttft_actual", "ttft_predicted", "tpot_actual", "tpot_predicted")
+        }
+        totals = {
+            name: _counter(f"router_{name}", text)
+            for name, text in (
+                ("arrivals", "Requests that arrived"),
+                ("arrival_tokens", "Prompt tokens that arrived"),
+                ("arrival_uncached_tokens", "Prompt tokens that no prefill worker held"),
+                ("finished", "Requests that finished"),
+                ("output_tokens", "Tokens generated"),
+                ("attained", "Requests that met both targets"),
+                ("aborted", "Requests that were aborted"),
+                ("repaired", "Legs that failed and were paired anew"),
+                ("handovers", "Requests handed from P to D"),
+            )
+        }
+        refused = _counter("router_refused", "Requests refused, by reason", ("model", "reason"))
+        queued = _gauge("router_queue_requests", "Requests waiting in the router", ("model",))
+        tokens = _gauge("router_queue_tokens", "Prompt tokens waiting in the router", ("model",))
+        events = _counter("router_kv_events", "KV event faults, by kind", ("model", "kind"))
+        conflicts = _counter("router_take_conflicts", "Pairs that another router took first")
+        expired = _counter("router_reservations_expired", "Reservations that ran out")
+        factor = _gauge(
+            "router_prefill_factor", "Measured over predicted prefill time", ("model", "profile")
+        )
+        for model, desk in service.desks.items():
+            for name, family in totals.items():
+                family.add_metric((model,), getattr(desk.counters, name))
+            for reason, count in desk.refusals.items():
+                refused.add_metric((model, reason), count)
+            queued.add_metric((model,), len(desk.queue))
+            tokens.add_metric((model,), desk.queued_tokens)
+            for kind in desk.index.counts.__slots__:
+                events.add_metric((model, kind), getattr(desk.index.counts, kind))
+            conflicts.add_metric((model,), desk.take_conflicts)
+            expired.add_metric((model,), desk.expired)
+            for profile, correction in desk.corrections.items():
+                factor.add_metric((model, profile), correction.factor)
+            self._windows(model, desk, windows)
+        refused.add_metric((OTHER_MODEL, "unknown_model"), service.other_refused)
+        yield from windows.values()
+        yield from totals.values()
+        yield from (refused, queued, tokens, events, conflicts, expired, factor)
+
+    def _windows(self, model: str, desk: Desk, windows: dict[str, GaugeMetricFamily]) -> None:
+        now_s = self._service.now_s()
+        for name, family in windows.items():
+            count, p50, p90, p99, _mean = desk.windows[name].quantiles(now_s=now_s)
+            if count:  # unknown is not zero: no sample, no series
+                for quantile, value in (("0.5", p50), ("0.9", p90), ("0.99", p99)):
+                    family.add_metric((model, quantile), value)
+
+    def _membership(self) -> Iterator[Metric]:
+        members = self._service.members
+        events = _counter("router_leases", "What became of leases, by event", ("event",))
+        for name, count in members.counts.items():
+            events.add_metric((name,), count)
+        answering = _gauge("router_store_answering", "Whether the store answers: 1 or 0", ())
+        answering.add_metric((), float(members.answering))
+        routers = _gauge("router_instances", "Routers that share the store", ())
+        routers.add_metric((), members.routers)
+        yield from (events, answering, routers)
+
+
+def _labels_of(worker: Worker) -> tuple[str, str, str]:
+    return str(worker.role), worker.offer.worker_class, worker.offer.model
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...] = LABELS) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"readyplane_{name}", text, labels=labels)
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...] = ("model",)) -> CounterMetricFamily:
+    return CounterMetricFamily(f"readyplane_{name}", text, labels=labels)

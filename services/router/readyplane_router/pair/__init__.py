@@ -1,0 +1,254 @@
+"""The pairing brain: (request, view, policy) -> Chosen | Wait | Shed, with the cost explained.
+
+Owns one joint cost over prefill x decode workers, in predicted seconds (R19.1):
+
+    urgency * ttft + decode time of the request + slow-down of everybody else
+
+    ttft = work promised to P and not yet done + own uncached prefill on P
+         + KV of the tokens D does not hold, over the link P-D, shared with D's other transfers
+         + one iteration of D
+
+Hard constraints come first: shut seats, model length, KV format, free blocks, sequences. Then P is
+kept short of work (`prefill_ahead_s`): a request waits in the router, where it can still go to
+capacity that arrives, rather than inside an engine, where it cannot.
+
+The argmin is exact. For one D the best P is the best of its KV format, or the best on D's own node;
+so P + D terms are evaluated, not P x D. A worker that serves both stages is a candidate with
+itself, without transfer. `Seat` is a mutable value that the service owns; nothing is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from readyplane.core.worker import Role
+from readyplane_router.pair.cost import pair_terms, urgency_of
+from readyplane_router.pair.seat import Seat, Times, kv_key, seat_key
+from readyplane_router.pair.values import (
+    LOCAL_LINK,
+    NETWORK_LINK,
+    NO_CONNECTOR,
+    SLO_DEFAULT,
+    Ask,
+    Chosen,
+    PairPolicy,
+    Shed,
+    Terms,
+    Wait,
+)
+from readyplane_router.pair.why import why_not
+
+__all__ = [
+    "LOCAL_LINK",
+    "NETWORK_LINK",
+    "SLO_DEFAULT",
+    "Ask",
+    "Chosen",
+    "PairPolicy",
+    "Seat",
+    "Shed",
+    "Terms",
+    "Times",
+    "Wait",
+    "decide",
+    "kv_key",
+    "pair_terms",
+    "seat_key",
+]
+
+
+def decide(
+    ask: Ask,
+    prefills: Sequence[Seat],
+    decodes: Sequence[Seat],
+    policy: PairPolicy,
+    *,
+    now_s: float,
+) -> Chosen | Wait | Shed:
+    """The cheapest pair now, or why not.
+
+    Args:
+        prefills, decodes: seats by stage; one that serves both stands in both.
+    """
+    ready, busy = _prefill_terms(ask, prefills, policy, now_s)
+    ends = _decode_terms(ask, decodes, policy)
+    best = _cheapest(ask, ready, ends, policy) if ready and ends else None
+    if busy and ends and (best is None or min(b[0] for b in busy) < best[0]):
+        held = _hold(ask, best, busy, ends, policy)
+        if held is not None:
+            return held
+    if best is not None:
+        return _chosen(ask, best, policy, now_s)
+    return why_not(ask, prefills, decodes, policy, now_s, busy=bool(busy and ends))
+
+
+# A prefill end: (cost, least recently used, seat, ttft part, work ahead beyond the bound)
+_P = tuple[float, int, Seat, float]
+# A decode end: (cost without transfer, least recently used, seat, KV bytes, ttft part)
+_D = tuple[float, int, Seat, float]
+# A pair: (cost, last used of P, last used of D, P, D)
+_Pair = tuple[float, int, int, Seat, Seat]
+
+
+def _prefill_terms(
+    ask: Ask, seats: Sequence[Seat], policy: PairPolicy, now_s: float
+) -> tuple[list[_P], list[_P]]:
+    """Prefill ends that may take it now, and those that already have enough work."""
+    ready: list[_P] = []
+    busy: list[_P] = []
+    isl, cached_of, avoid = ask.isl, ask.cached_tokens, ask.avoid
+    urgency, ahead, slow = urgency_of(ask, policy), policy.prefill_ahead_s, policy.slowdown_weight
+    longest = isl + (ask.max_tokens or 1)
+    known: dict[tuple[int, int], float] = {}
+    for seat in seats:
+        if seat.shut or longest > seat.max_model_len or seat.worker_id in avoid:
+            continue
+        if seat.sequences + seat.other_sequences + seat.foreign_sequences >= seat.sequences_cap:
+            continue
+        if isl > seat.free_blocks() * seat.block_size:
+            continue
+        cached = cached_of.get(seat.key, 0)
+        if cached >= isl:
+            cached = isl - 1
+        which = (id(seat.times), cached)
+        own_s = known.get(which)
+        if own_s is None:
+            own_s = known[which] = seat.times.prefill_s(isl - cached, cached)
+        own_s *= seat.prefill_factor
+        queue_s = (
+            seat.remaining_s(now_s) if seat.works or seat.foreign_tokens else (seat.other_work_s)
+        )
+        cost = urgency * (queue_s + own_s)
+        if seat.decoding:
+            cost += slow * own_s * seat.decoding
+        (ready if queue_s <= ahead else busy).append((cost, seat.last_used, seat, queue_s))
+    return ready, busy
+
+
+def _decode_terms(ask: Ask, seats: Sequence[Seat], policy: PairPolicy) -> list[_D]:
+    """Decode ends that may take it now."""
+    out: list[_D] = []
+    isl, expected = ask.isl, ask.output_tokens
+    wanted_tokens = isl + ask.output_reserved
+    longest = isl + (ask.max_tokens or 1)
+    context = isl + expected / 2.0
+    bound_s = ask.slo.tpot_s * policy.tpot_admit
+    urgency = urgency_of(ask, policy)
+    own, slow = policy.decode_weight, policy.slowdown_weight
+    for seat in seats:
+        if seat.shut or longest > seat.max_model_len or seat.worker_id in ask.avoid:
+            continue
+        others = seat.sequences + seat.other_sequences + seat.foreign_sequences
+        if others >= seat.sequences_cap or wanted_tokens > seat.free_blocks() * seat.block_size:
+            continue
+        times = seat.times
+        a, b, c = times.a, times.b, times.c
+        held = seat.kv_tokens + (seat.other_blocks + seat.foreign_blocks) * seat.block_size
+        tpot_s = a + b * (others + 1) + c * (held + context)
+        if others and tpot_s > bound_s and tpot_s > 1.5 * (a + b + c * context):
+            continue
+        first_s = a + b * (others + 1) + c * (held + isl)
+        if seat.works:  # its next prefill chunk comes first
+            first_s += min(seat.work_s, times.prefill_s(times.max_batch_tokens))
+        cost = (
+            urgency * first_s
+            + own * expected * tpot_s
+            + slow * (b + c * context) * others * expected
+        )
+        moved = max(0, isl - ask.cached_tokens.get(seat.key, 0)) * times.kv_bytes_per_token
+        out.append((cost, seat.last_used, seat, float(moved)))
+    return out
+
+
+def _cheapest(
+    ask: Ask, prefills: Sequence[_P], decodes: Sequence[_D], policy: PairPolicy
+) -> _Pair | None:
+    """Exact argmin over all compatible pairs, ties to the least recently used."""
+    overall, on_node, itself = _grouped(prefills)
+    urgency = urgency_of(ask, policy)
+    local, network = policy.local_link, policy.network_link
+    best: _Pair | None = None
+    for cost, used, seat, moved in decodes:
+        sharers = seat.transfers + 1
+        ways = [(itself.get(seat.key), 0.0)]
+        if seat.kv.connector not in NO_CONNECTOR:
+            near = on_node.get((seat.kv_key, seat.node))
+            if near is not None and near[2] is not seat:
+                ways.append((near, urgency * local.transfer_s(moved, sharers=sharers)))
+            far = overall.get(seat.kv_key)
+            if far is not None and far[2].node != seat.node:
+                ways.append((far, urgency * network.transfer_s(moved, sharers=sharers)))
+        for end, way_s in ways:
+            if end is None:
+                continue
+            pair = (round(end[0] + way_s + cost, 5), end[1], used, end[2], seat)
+            if best is None or pair[:3] < best[:3]:
+                best = pair
+    return best
+
+
+def _grouped(
+    prefills: Sequence[_P],
+) -> tuple[dict[str, _P], dict[tuple[str, str], _P], dict[str, _P]]:
+    """The best prefill end of each KV format, the same of each node, and those that may be local."""
+    overall: dict[str, _P] = {}
+    on_node: dict[tuple[str, str], _P] = {}
+    itself: dict[str, _P] = {}
+    for end in prefills:
+        seat = end[2]
+        if seat.role is Role.BOTH:
+            itself[seat.key] = end
+        if seat.kv.connector in NO_CONNECTOR:
+            continue
+        group = seat.kv_key
+        had = overall.get(group)
+        if had is None or _before(end, had):
+            overall[group] = end
+        place = (group, seat.node)
+        had = on_node.get(place)
+        if had is None or _before(end, had):
+            on_node[place] = end
+    return overall, on_node, itself
+
+
+def takes(ask: Ask, seat: Seat, policy: PairPolicy) -> bool:
+    """Whether a decode worker takes it within every hard constraint and the TPOT bound."""
+    return bool(_decode_terms(ask, [seat], policy))
+
+
+def _before(one: _P, other: _P) -> bool:
+    """Cheaper, or as cheap (to 10 µs) and used less recently."""
+    if abs(one[0] - other[0]) <= 1e-5:
+        return one[1] < other[1]
+    return one[0] < other[0]
+
+
+def _hold(
+    ask: Ask,
+    best: _Pair | None,
+    busy: Sequence[_P],
+    ends: Sequence[_D],
+    policy: PairPolicy,
+) -> Wait | None:
+    """Wait for a busy prefill worker, if it is worth it and patience lasts."""
+    if best is None or ask.waited_s >= policy.locality_patience_s:
+        return None
+    wished = _cheapest(ask, busy, ends, policy)
+    if wished is None or wished[0] + policy.locality_margin_s >= best[0]:
+        return None
+    queue_s = next(b[3] for b in busy if b[2] is wished[3])
+    again_in_s = min(queue_s - policy.prefill_ahead_s, policy.locality_patience_s - ask.waited_s)
+    return Wait(f"{wished[3].worker_id} is busy and still better", "locality", again_in_s)
+
+
+def _chosen(ask: Ask, best: _Pair, policy: PairPolicy, now_s: float) -> Chosen:
+    prefill, decode = best[3], best[4]
+    return Chosen(
+        prefill=prefill,
+        decode=decode,
+        terms=pair_terms(ask, prefill, decode, policy, now_s=now_s),
+        prefill_cached=min(ask.cached_tokens.get(prefill.key, 0), ask.isl - 1),
+        decode_cached=min(ask.cached_tokens.get(decode.key, 0), ask.isl),
+        prefill_blocks=0 if prefill is decode else -(-ask.isl // prefill.block_size),
+        decode_blocks=-(-(ask.isl + ask.output_reserved) // decode.block_size),
+    )

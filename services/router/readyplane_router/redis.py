@@ -1,0 +1,370 @@
+"""The shared state in Redis 7.0, Redis 8 or Valkey.
+
+Owns the key layout. All keys of one model share a hash tag, so that the one script (`store.lua`)
+can take both sides of a pair at once. Every call is bounded by `call_timeout_s`; whatever goes
+wrong with the store is raised as `Unavailable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import redis.asyncio
+
+from readyplane.core.worker import WorkerState
+from readyplane.kit.redis import redis_errors
+from readyplane_router import lease
+from readyplane_router.store import (
+    KV_LOG_BATCHES_MAX,
+    SWEEP_MAX,
+    Change,
+    KvEntry,
+    Record,
+    Renew,
+    Side,
+    Take,
+    Taken,
+    Use,
+    Vitals,
+)
+
+SCRIPT = (Path(__file__).parent / "store.lua").read_text()
+PREFIX = "rp"
+MODELS = f"{PREFIX}:models"
+ROUTERS = f"{PREFIX}:routers"
+CHANGES = f"{PREFIX}:changes"
+PARTS = ("records", "epochs", "leases", "vitals", "seats", "reservations", "expiries")
+GRANT_TRIES_MAX = 8
+SNAPSHOT_TTL_S = 3_600
+
+_records = msgspec.json.Decoder(Record)
+_vitals = msgspec.json.Decoder(Vitals)
+_leases = msgspec.json.Decoder(lease.Held)
+_encode = msgspec.json.Encoder().encode
+
+
+class RedisStore:
+    """Shared state of all routers on one Redis. Built with `readyplane.kit.redis.connect`."""
+
+    shared = True
+
+    def __init__(self, client: redis.asyncio.Redis, *, call_timeout_s: float = 1.0) -> None:
+        """Use a client that returns bytes; `aclose` closes it."""
+        self._redis = client
+        self._timeout_s = call_timeout_s
+        self._script = client.register_script(SCRIPT)
+        self._known: set[str] = set()
+
+    async def ping(self) -> None:
+        await self._bounded(self._redis.ping())
+
+    async def attend(self, router_id: str, *, ttl_s: float) -> int:
+        async def call() -> int:
+            seconds, micros = await self._redis.time()
+            now_s = seconds + micros / 1e6
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.zadd(ROUTERS, {router_id: now_s + ttl_s})
+                pipe.zremrangebyscore(ROUTERS, "-inf", now_s)
+                pipe.zcard(ROUTERS)
+                return int((await pipe.execute())[2])
+
+        return int(await self._bounded(call()))
+
+    async def grant(self, record: Record, *, ttl_s: float) -> Record | lease.Lost | lease.Stale:
+        offer = record.offer
+        for _ in range(GRANT_TRIES_MAX):
+            found, current = await self._held(offer.model, offer.worker_id)
+            verdict = lease.grant(
+                current,
+                worker_id=offer.worker_id,
+                incarnation=offer.incarnation,
+                epoch=record.epoch,
+                ttl_s=ttl_s,
+                now_s=0.0,
+            )
+            if not isinstance(verdict, lease.Granted):
+                return verdict
+            data = b"" if verdict.repeated else _encode(record)
+            if await self._cas(offer.model, found, verdict.held, ttl_s, data, fresh=True):
+                if not verdict.repeated:
+                    return record
+                stored = await self.worker(offer.model, offer.worker_id)
+                if stored is not None:
+                    return stored[0]
+        return lease.Lost("others keep registering this worker id at the same time")
+
+    async def restore(self, record: Record, *, ttl_s: float, vitals: Vitals | None) -> bool:
+        offer = record.offer
+        for _ in range(GRANT_TRIES_MAX):
+            found, current = await self._held(offer.model, offer.worker_id)
+            if current is not None and current.epoch > record.epoch:
+                return False
+            past = current.past if current is not None else ()
+            held = lease.Held(
+                offer.worker_id, offer.incarnation, record.epoch, ttl_s, 0.0, past=past
+            )
+            if await self._cas(offer.model, found, held, ttl_s, _encode(record), fresh=False):
+                if vitals is not None:
+                    await self.renew(
+                        [Renew(offer.model, offer.worker_id, record.epoch, ttl_s, vitals)]
+                    )
+                return True
+        return False
+
+    async def put(self, record: Record) -> bool:
+        return await self._record("put", record)
+
+    async def end(self, record: Record) -> bool:
+        return await self._record("finish", record)
+
+    async def forget(self, model: str, worker_id: str, epoch: int) -> None:
+        await self._call("forget", model, worker_id, epoch)
+
+    async def renew(self, items: Sequence[Renew]) -> list[str]:
+        by_model: dict[str, list[int]] = {}
+        for index, item in enumerate(items):
+            by_model.setdefault(item.model, []).append(index)
+        out = [""] * len(items)
+        for model, indexes in by_model.items():
+            args: list[Any] = []
+            for index in indexes:
+                item = items[index]
+                vitals = b"" if item.vitals is None else _encode(item.vitals)
+                args += [item.worker_id, item.epoch, _ms(item.ttl_s), vitals]
+            answers = await self._call("renew", model, *args)
+            for index, answer in zip(indexes, answers, strict=True):
+                out[index] = answer.decode()
+        return out
+
+    async def expire(self) -> list[Change]:
+        out = []
+        for model in await self._models():
+            for raw in await self._call("expire", model, SWEEP_MAX):
+                worker_id = raw.decode()
+                found = await self.worker(model, worker_id)
+                if found is not None:
+                    gone = _encode(replace(found[0], state=WorkerState.GONE))
+                    await self._call("put", model, worker_id, f"-{found[0].epoch}", gone)
+                out.append(Change(model, worker_id))
+        return out
+
+    async def workers(self) -> list[tuple[Record, Vitals | None]]:
+        out: list[tuple[Record, Vitals | None]] = []
+        for model in await self._models():
+            keys = _keys(model)
+
+            async def call(records: str = keys[0], vitals: str = keys[3]) -> tuple[Any, Any]:
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    pipe.hgetall(records)
+                    pipe.hgetall(vitals)
+                    found = await pipe.execute()
+                    return found[0], found[1]
+
+            records, vitals = await self._bounded(call())
+            out += [
+                (_records.decode(raw), _vitals.decode(vitals[k]) if k in vitals else None)
+                for k, raw in records.items()
+            ]
+        return out
+
+    async def worker(self, model: str, worker_id: str) -> tuple[Record, Vitals | None] | None:
+        keys = _keys(model)
+
+        async def call() -> tuple[Any, Any]:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.hget(keys[0], worker_id)
+                pipe.hget(keys[3], worker_id)
+                found = await pipe.execute()
+                return found[0], found[1]
+
+        record, vitals = await self._bounded(call())
+        if record is None:
+            return None
+        return _records.decode(record), None if vitals is None else _vitals.decode(vitals)
+
+    async def seat(
+        self, model: str, worker_id: str, epoch: int, *, is_open: bool, sequences: int, blocks: int
+    ) -> bool:
+        answer = await self._call("seat", model, worker_id, epoch, int(is_open), sequences, blocks)
+        return bool(answer)
+
+    async def take(self, model: str, take: Take) -> Taken:
+        sides = json.dumps([_plain(side) for side in take.sides])
+        answer = await self._call(
+            "take",
+            model,
+            take.reservation_id,
+            _ms(take.ttl_s),
+            int(take.force),
+            sides,
+            take.payload,
+        )
+        if answer[0] == b"held":
+            return Taken(answer[1].decode(), repeated=True)
+        amounts = answer[2:]
+        used = tuple(Use(*amounts[i : i + 4]) for i in range(0, len(amounts), 4))
+        if answer[0] == b"refused":
+            return Taken(refused=answer[1].decode(), used=used)
+        return Taken(take.payload, used=used)
+
+    async def release(self, model: str, items: Sequence[tuple[str, int]]) -> int:
+        if not items:
+            return 0
+        return int(await self._call("release", model, *(part for item in items for part in item)))
+
+    async def grow(self, model: str, reservation_id: str, side: int, blocks: int) -> bool:
+        return bool(await self._call("grow", model, reservation_id, side, blocks))
+
+    async def extend(self, model: str, reservation_ids: Sequence[str], *, ttl_s: float) -> None:
+        if reservation_ids:
+            await self._call("extend", model, _ms(ttl_s), *reservation_ids)
+
+    async def sweep(self, model: str) -> list[str]:
+        return [raw.decode() for raw in await self._call("sweep", model, SWEEP_MAX)]
+
+    async def usage(self, model: str) -> dict[str, Use]:
+        raw = await self._bounded(self._redis.hgetall(_keys(model)[4]))
+        amounts: dict[str, dict[str, int]] = {}
+        for key, value in raw.items():
+            worker_id, _, name = key.decode().rpartition("\x1f")
+            amounts.setdefault(worker_id, {})[name] = int(value)
+        return {
+            worker_id: Use(*(found.get(name, 0) for name in ("s", "b", "w", "t")))
+            for worker_id, found in amounts.items()
+        }
+
+    async def append_kv(self, model: str, entry: KvEntry) -> None:
+        values = {
+            b"o": entry.origin,
+            b"w": entry.worker_id,
+            b"i": entry.incarnation,
+            b"b": entry.packed,
+        }
+        await self._bounded(
+            self._redis.xadd(
+                f"{PREFIX}:{{{model}}}:kv",
+                values,  # type: ignore[arg-type]  # a dict of bytes and text is what it takes
+                maxlen=KV_LOG_BATCHES_MAX,
+                approximate=True,
+            )
+        )
+
+    async def read_kv(self, model: str, after: str) -> list[KvEntry]:
+        found = await self._bounded(
+            self._redis.xrange(f"{PREFIX}:{{{model}}}:kv", min=f"({after}" if after else "-")
+        )
+        return [
+            KvEntry(
+                entry_id.decode(),
+                values[b"o"].decode(),
+                values[b"w"].decode(),
+                values[b"i"].decode(),
+                values[b"b"],
+            )
+            for entry_id, values in found
+        ]
+
+    async def put_snapshot(self, model: str, worker_id: str, incarnation: str, data: bytes) -> None:
+        key = _snapshot_key(model, worker_id, incarnation)
+        if data:
+            await self._bounded(self._redis.set(key, data, ex=SNAPSHOT_TTL_S))
+        else:
+            await self._bounded(self._redis.delete(key))
+
+    async def snapshot(self, model: str, worker_id: str, incarnation: str) -> bytes:
+        found = await self._bounded(self._redis.get(_snapshot_key(model, worker_id, incarnation)))
+        return bytes(found) if found else b""
+
+    async def watch(self) -> AsyncIterator[Change]:
+        with redis_errors():
+            async with self._redis.pubsub() as channel:
+                await channel.subscribe(CHANGES)
+                while True:
+                    message = await channel.get_message(ignore_subscribe_messages=True, timeout=4.0)
+                    if message is not None:
+                        model, worker_id = json.loads(message["data"])
+                        yield Change(model, worker_id)
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+    async def _held(self, model: str, worker_id: str) -> tuple[bytes, lease.Held | None]:
+        """The lease text as stored, and its meaning (`ended` from the negated epoch)."""
+        raw, epoch = await self._bounded(
+            self._redis.hmget(_keys(model)[1], [f"lease\x1f{worker_id}", worker_id])
+        )
+        if raw is None:
+            return b"", None
+        held = _leases.decode(raw)
+        return raw, replace(held, ended=epoch is None or epoch.startswith(b"-"))
+
+    async def _cas(
+        self,
+        model: str,
+        found: bytes,
+        held: lease.Held,
+        ttl_s: float,
+        record: bytes,
+        *,
+        fresh: bool,
+    ) -> bool:
+        if model not in self._known:
+            await self._bounded(self._redis.sadd(MODELS, model))
+            self._known.add(model)
+        text = _encode(replace(held, expires_s=0.0, ended=False))
+        renewed = bool(record) and fresh
+        answer = await self._call(
+            "cas",
+            model,
+            held.worker_id,
+            found,
+            text,
+            held.epoch,
+            _ms(ttl_s),
+            record,
+            int(renewed),
+        )
+        return bool(answer)
+
+    async def _record(self, op: str, record: Record) -> bool:
+        offer = record.offer
+        answer = await self._call(op, offer.model, offer.worker_id, record.epoch, _encode(record))
+        return bool(answer)
+
+    async def _models(self) -> list[str]:
+        found = await self._bounded(self._redis.smembers(MODELS))
+        self._known = {raw.decode() for raw in found}
+        return sorted(self._known)
+
+    async def _call(self, op: str, model: str, *args: Any) -> Any:
+        return await self._bounded(
+            self._script(keys=list(_keys(model)), args=[op, CHANGES, model, *args])
+        )
+
+    async def _bounded(self, call: Any) -> Any:
+        with redis_errors():
+            async with asyncio.timeout(self._timeout_s):
+                return await call
+
+
+def _keys(model: str) -> tuple[str, ...]:
+    return tuple(f"{PREFIX}:{{{model}}}:{part}" for part in PARTS)
+
+
+def _snapshot_key(model: str, worker_id: str, incarnation: str) -> str:
+    return f"{PREFIX}:{{{model}}}:snapshot:{worker_id}:{incarnation}"
+
+
+def _plain(side: Side) -> list[Any]:
+    use = side.use
+    return [side.worker_id, side.epoch, use.sequences, use.blocks, use.work_us, use.tokens]
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

@@ -1,0 +1,111 @@
+"""The router over gRPC: translates messages with `readyplane.wire`, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc.aio
+
+from readyplane import wire
+from readyplane.kit.clock import Clock
+from readyplane.v1 import router_pb2 as pb
+from readyplane.v1 import router_pb2_grpc
+from readyplane_router.service import RouterService
+
+FULL_NAME = "readyplane.v1.Router"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def register(server: grpc.aio.Server, service: RouterService, clock: Clock) -> None:
+    """Serve `service` on a gRPC server; `clock` turns its clock readings into ages."""
+    router_pb2_grpc.add_RouterServicer_to_server(RouterServicer(service, clock), server)
+
+
+class RouterServicer(router_pb2_grpc.RouterServicer):
+    """One method for each rpc of router.proto; errors are the core's and become a status outside."""
+
+    def __init__(self, service: RouterService, clock: Clock) -> None:
+        self._service = service
+        self._clock = clock
+
+    async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
+        lease = await self._service.register(wire.worker_offer_from_proto(request.offer))
+        return pb.RegisterResponse(lease=wire.lease_to_proto(lease))
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> AsyncIterator[pb.SessionResponse]:
+        async for message in request_iterator:
+            answer = await self._service.renew(wire.renewal_from_proto(message))
+            yield wire.renewal_answer_to_proto(answer)
+
+    async def ReportRank(
+        self, request: pb.ReportRankRequest, context: Context
+    ) -> pb.ReportRankResponse:
+        status = await self._service.report_rank(wire.rank_report_from_proto(request))
+        return wire.group_status_to_proto(status)
+
+    async def Admit(self, request: pb.AdmitRequest, context: Context) -> pb.AdmitResponse:
+        verdict = await self._service.admit(
+            request.worker_id,
+            request.incarnation,
+            request.epoch,
+            serving=wire.serving_from_proto(request.serving),
+            checks=[wire.check_result_from_proto(check) for check in request.checks],
+        )
+        return wire.gate_verdict_to_proto(verdict)
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        await self._service.leave(
+            request.worker_id, request.incarnation, request.epoch, reason=request.reason
+        )
+        return pb.LeaveResponse()
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        given = request.HasField("deadline_duration")
+        worker = await self._service.drain(
+            request.worker_id,
+            epoch=request.epoch,
+            reason=request.reason,
+            deadline_s=wire.seconds_of(request.deadline_duration) if given else 0.0,
+            scale_decision_id=request.scale_decision_id,
+        )
+        now_s = self._clock.monotonic_s()
+        return pb.DrainResponse(worker=wire.worker_to_proto(worker, now_s=now_s))
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: Context
+    ) -> pb.ListWorkersResponse:
+        fleet = await self._service.list_workers(request.model)
+        now_s = self._clock.monotonic_s()
+        return pb.ListWorkersResponse(fleet=wire.fleet_to_proto(fleet, now_s=now_s))
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: Context
+    ) -> AsyncIterator[pb.WatchResponse]:
+        async with aclosing(self._service.watch(request.model)) as fleets:
+            async for fleet in fleets:
+                now_s = self._clock.monotonic_s()
+                yield pb.WatchResponse(fleet=wire.fleet_to_proto(fleet, now_s=now_s))
+
+    async def Route(self, request: pb.RouteRequest, context: Context) -> pb.RouteResponse:
+        pair = await self._service.route(
+            wire.request_shape_from_proto(request),
+            replaces=request.replaces_reservation_id,
+            avoid=tuple(request.avoid_worker_ids),
+            explain=request.explain,
+            dry_run=request.dry_run,
+        )
+        return wire.pair_to_proto(pair)
+
+    async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
+        events = [wire.request_event_from_proto(event) for event in request.events]
+        return pb.CompleteResponse(unknown=await self._service.complete(events))
+
+    async def GetSignals(
+        self, request: pb.GetSignalsRequest, context: Context
+    ) -> pb.GetSignalsResponse:
+        signals = await self._service.signals(request.model)
+        return wire.router_signals_to_proto(signals, now_s=self._clock.monotonic_s())

@@ -1,0 +1,148 @@
+"""Counters, latency windows and lengths of one model, and the correction of predictions (R4.3).
+
+Owns the arithmetic of what the router tells the planner; the service feeds it and stamps samples
+with its own clock on receipt (a sender's clock is never used). Unknown is a count of 0, never a
+latency of 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from readyplane.core.work import ISL_EDGES, LengthStats, expected_remaining
+
+
+@dataclass(slots=True)
+class Window:
+    """Samples of the last `window_s`, at most `samples_max`."""
+
+    window_s: float
+    samples_max: int
+    samples: deque[tuple[float, float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Bound the samples."""
+        self.samples = deque(maxlen=self.samples_max)
+
+    def add(self, value_s: float, *, now_s: float) -> None:
+        """One sample; what is negative or not finite is no latency and is left out."""
+        if 0.0 <= value_s < 1e9:
+            self.samples.append((now_s, value_s))
+
+    def quantiles(self, *, now_s: float) -> tuple[int, float, float, float, float]:
+        """(count, p50, p90, p99, mean), zeros when the count is 0."""
+        samples = self.samples
+        while samples and samples[0][0] < now_s - self.window_s:
+            samples.popleft()
+        if not samples:
+            return 0, 0.0, 0.0, 0.0, 0.0
+        values = np.fromiter((v for _, v in samples), dtype=float, count=len(samples))
+        p50, p90, p99 = (float(q) for q in np.quantile(values, (0.5, 0.9, 0.99)))
+        return len(samples), p50, p90, p99, float(values.mean())
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the router began (see `ModelSignals`)."""
+
+    arrivals: int = 0
+    arrival_tokens: int = 0
+    arrival_uncached_tokens: int = 0
+    finished: int = 0
+    finished_prompt_tokens: int = 0
+    output_tokens: int = 0
+    refused: int = 0
+    aborted: int = 0
+    attained: int = 0
+    repaired: int = 0
+    handovers: int = 0
+
+
+class Lengths:
+    """Joint ISL/OSL counts that age, and forecasts from them that are cheap to ask for."""
+
+    REFRESH_EVERY = 32
+
+    def __init__(self, *, half_life: int, quantile: float) -> None:
+        """`half_life` finished requests halve a count; `quantile` is what gets reserved."""
+        self.stats = LengthStats()
+        self._factor = 0.5 ** (self.REFRESH_EVERY / half_life)
+        self._quantile = quantile
+        self._since = 0
+        self._forecasts: dict[tuple[int, int], tuple[float, float]] = {}
+        self._counts = self.stats.snapshot()
+
+    def add(self, isl: int, osl: int) -> None:
+        """One finished request."""
+        self.stats.add(isl, osl)
+        self._since += 1
+        if self._since >= self.REFRESH_EVERY:
+            self._since = 0
+            self.stats.age(self._factor)
+            self._counts = self.stats.snapshot()
+            self._forecasts.clear()
+
+    def snapshot(self) -> tuple[tuple[float, ...], ...]:
+        """The counts now."""
+        return self.stats.snapshot()
+
+    def remaining(self, isl: int, emitted: int, cap: int | None) -> tuple[float, float]:
+        """(mean, quantile) of the output tokens still to come, each at least 1, within the cap."""
+        key = (_rough(isl), emitted - emitted % 16)
+        found = self._forecasts.get(key)
+        if found is None:
+            found = (
+                expected_remaining(self._counts, isl=key[0], emitted=key[1], cap=None),
+                expected_remaining(
+                    self._counts, isl=key[0], emitted=key[1], cap=None, quantile=self._quantile
+                ),
+            )
+            if len(self._forecasts) < 4_096:
+                self._forecasts[key] = found
+        mean, high = found
+        if cap is None:
+            return mean, high
+        left = float(max(1, cap - emitted))
+        return min(mean, left), min(high, left)
+
+
+@dataclass(slots=True)
+class Correction:
+    """Measured over predicted time: smoothed, clamped, frozen when stale or while capacity moves."""
+
+    low: float = 0.5
+    high: float = 2.0
+    smoothing: float = 0.05
+    samples_min: int = 10
+    value: float = 1.0
+    count: int = 0
+    frozen_until_s: float = 0.0
+
+    def freeze(self, until_s: float) -> None:
+        """Take no samples for a while: capacity has just changed."""
+        self.frozen_until_s = max(self.frozen_until_s, until_s)
+
+    def add(self, *, predicted_s: float, measured_s: float, now_s: float) -> None:
+        """One prediction and what came of it."""
+        if predicted_s <= 0.0 or measured_s <= 0.0 or now_s < self.frozen_until_s:
+            return
+        ratio = min(self.high, max(self.low, measured_s / predicted_s))
+        self.count += 1
+        self.value += self.smoothing * (ratio - self.value)
+
+    @property
+    def factor(self) -> float:
+        """What predictions are multiplied by; 1 until there are enough samples."""
+        return self.value if self.count >= self.samples_min else 1.0
+
+
+def _rough(isl: int) -> int:
+    """The lower edge of a prompt's length bin, so that forecasts are shared."""
+    low = 0
+    for edge in ISL_EDGES:
+        if edge <= isl:
+            low = edge
+    return low

@@ -1,0 +1,255 @@
+-- The one script of the Redis store: generic compare-and-take, its release, and leases.
+-- It knows nothing of the pairing policy. Expiries are judged by this server's clock alone.
+--
+-- KEYS (all of one model, one hash tag):
+--   1 records  2 epochs  3 leases  4 vitals  5 seats  6 reservations  7 expiries
+-- ARGV[1] is the operation, ARGV[2] the change channel, ARGV[3] the model.
+local records, epochs, leases, vitals = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local seats, reservations, expiries = KEYS[5], KEYS[6], KEYS[7]
+local op, channel, model = ARGV[1], ARGV[2], ARGV[3]
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function told(id)
+  redis.call('PUBLISH', channel, cjson.encode({model, id}))
+end
+
+-- A seat is six fields of one hash: epoch, open, sequences, blocks and what is used.
+local function seat_field(id, name) return id .. '\31' .. name end
+
+local function number(id, name)
+  return tonumber(redis.call('HGET', seats, seat_field(id, name)) or '0')
+end
+
+local DIMS = {'s', 'b', 'w', 't'}
+
+local function used(id)
+  return {number(id, 's'), number(id, 'b'), number(id, 'w'), number(id, 't')}
+end
+
+local function add(side, sign)
+  local id, epoch = side[1], side[2]
+  if redis.call('HGET', seats, seat_field(id, 'epoch')) ~= tostring(epoch) then return end
+  for i, dim in ipairs(DIMS) do
+    local left = redis.call('HINCRBY', seats, seat_field(id, dim), sign * side[2 + i])
+    if left < 0 then redis.call('HSET', seats, seat_field(id, dim), 0) end
+  end
+end
+
+local function release(rid, which)
+  local raw = redis.call('HGET', reservations, rid)
+  if not raw then return 0 end
+  local held = cjson.decode(raw)
+  local left = false
+  for i, side in ipairs(held.s) do
+    if side then
+      if which == -1 or which == i - 1 then
+        add(side, -1)
+        held.s[i] = false
+      else
+        left = true
+      end
+    end
+  end
+  if which == -1 or not left then
+    redis.call('HDEL', reservations, rid)
+    redis.call('ZREM', expiries, rid)
+  else
+    redis.call('HSET', reservations, rid, cjson.encode(held))
+  end
+  return 1
+end
+
+local function shut(id)
+  if redis.call('HEXISTS', seats, seat_field(id, 'open')) == 1 then
+    redis.call('HSET', seats, seat_field(id, 'open'), 0)
+  end
+end
+
+local function drop_seat(id)
+  for _, name in ipairs({'epoch', 'open', 'max_s', 'max_b', 's', 'b', 'w', 't'}) do
+    redis.call('HDEL', seats, seat_field(id, name))
+  end
+end
+
+local ops = {}
+
+-- id, expected lease text ('' for none), new lease text, epoch, ttl_ms, record ('' to keep), fresh
+function ops.cas()
+  local id, expected, lease, epoch, ttl, record, fresh =
+    ARGV[4], ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8]), ARGV[9], ARGV[10]
+  local found = redis.call('HGET', epochs, 'lease\31' .. id) or ''
+  if found ~= expected then return 0 end
+  redis.call('HSET', epochs, 'lease\31' .. id, lease, id, epoch)
+  redis.call('ZADD', leases, now_ms() + ttl, id)
+  if fresh == '1' then
+    drop_seat(id)
+    redis.call('HDEL', vitals, id)
+  end
+  if record ~= '' then
+    redis.call('HSET', records, id, record)
+    told(id)
+  end
+  return 1
+end
+
+-- id, epoch, record
+function ops.put()
+  if redis.call('HGET', epochs, ARGV[4]) ~= ARGV[5] then return 0 end
+  redis.call('HSET', records, ARGV[4], ARGV[6])
+  told(ARGV[4])
+  return 1
+end
+
+-- id, epoch, record: an ended lease has its epoch negated
+function ops.finish()
+  if redis.call('HGET', epochs, ARGV[4]) ~= ARGV[5] then return 0 end
+  redis.call('HSET', epochs, ARGV[4], '-' .. ARGV[5])
+  redis.call('ZREM', leases, ARGV[4])
+  shut(ARGV[4])
+  redis.call('HSET', records, ARGV[4], ARGV[6])
+  told(ARGV[4])
+  return 1
+end
+
+-- id, epoch
+function ops.forget()
+  if redis.call('HGET', epochs, ARGV[4]) ~= '-' .. ARGV[5] then return 0 end
+  redis.call('HDEL', records, ARGV[4])
+  redis.call('HDEL', vitals, ARGV[4])
+  drop_seat(ARGV[4])
+  return 1
+end
+
+-- then by fours: id, epoch, ttl_ms, vitals ('' to keep)
+function ops.renew()
+  local out, now = {}, now_ms()
+  for i = 4, #ARGV, 4 do
+    local id = ARGV[i]
+    local found = redis.call('HGET', epochs, id)
+    if not found then
+      out[#out + 1] = 'unknown'
+    elseif found ~= ARGV[i + 1] then
+      out[#out + 1] = 'stale'
+    else
+      redis.call('ZADD', leases, now + tonumber(ARGV[i + 2]), id)
+      if ARGV[i + 3] ~= '' then redis.call('HSET', vitals, id, ARGV[i + 3]) end
+      out[#out + 1] = 'ok'
+    end
+  end
+  return out
+end
+
+-- limit
+function ops.expire()
+  local over = redis.call('ZRANGEBYSCORE', leases, '-inf', now_ms(), 'LIMIT', 0, ARGV[4])
+  for _, id in ipairs(over) do
+    redis.call('ZREM', leases, id)
+    local epoch = redis.call('HGET', epochs, id)
+    if epoch and string.sub(epoch, 1, 1) ~= '-' then
+      redis.call('HSET', epochs, id, '-' .. epoch)
+    end
+    shut(id)
+  end
+  return over
+end
+
+-- id, epoch, open, sequences, blocks
+function ops.seat()
+  local id, epoch = ARGV[4], tonumber(ARGV[5])
+  local had = redis.call('HGET', seats, seat_field(id, 'epoch'))
+  if had and tonumber(had) > epoch then return 0 end
+  if not had or tonumber(had) ~= epoch then
+    drop_seat(id)
+    redis.call('HSET', seats, seat_field(id, 'epoch'), ARGV[5])
+  end
+  redis.call('HSET', seats, seat_field(id, 'open'), ARGV[6], seat_field(id, 'max_s'), ARGV[7],
+    seat_field(id, 'max_b'), ARGV[8])
+  return 1
+end
+
+-- rid, ttl_ms, force, sides (JSON: [[id, epoch, s, b, w, t], ...]), payload
+function ops.take()
+  local rid, ttl, force = ARGV[4], tonumber(ARGV[5]), ARGV[6] == '1'
+  local raw = redis.call('HGET', reservations, rid)
+  if raw then return {'held', cjson.decode(raw).p} end
+  local sides = cjson.decode(ARGV[7])
+  local why = ''
+  if not force then
+    for _, side in ipairs(sides) do
+      local id = side[1]
+      local epoch = redis.call('HGET', seats, seat_field(id, 'epoch'))
+      if not epoch then
+        why = id .. ': no seat'
+      elseif epoch ~= tostring(side[2]) then
+        why = id .. ': epoch ' .. epoch .. ', wanted ' .. tostring(side[2])
+      elseif redis.call('HGET', seats, seat_field(id, 'open')) ~= '1' then
+        why = id .. ': shut'
+      elseif number(id, 's') + side[3] > number(id, 'max_s') then
+        why = id .. ': no free sequence'
+      elseif number(id, 'b') + side[4] > number(id, 'max_b') then
+        why = id .. ': no free blocks'
+      end
+      if why ~= '' then break end
+    end
+  end
+  if why == '' then
+    for _, side in ipairs(sides) do add(side, 1) end
+    redis.call('HSET', reservations, rid, cjson.encode({s = sides, p = ARGV[8]}))
+    redis.call('ZADD', expiries, now_ms() + ttl, rid)
+  end
+  local out = {why == '' and 'taken' or 'refused', why}
+  for _, side in ipairs(sides) do
+    for _, n in ipairs(used(side[1])) do out[#out + 1] = n end
+  end
+  return out
+end
+
+-- then by twos: rid, which (-1: all)
+function ops.release()
+  local unknown = 0
+  for i = 4, #ARGV, 2 do
+    if release(ARGV[i], tonumber(ARGV[i + 1])) == 0 then unknown = unknown + 1 end
+  end
+  return unknown
+end
+
+-- rid, side, blocks
+function ops.grow()
+  local raw = redis.call('HGET', reservations, ARGV[4])
+  if not raw then return 0 end
+  local held = cjson.decode(raw)
+  local side = held.s[tonumber(ARGV[5]) + 1]
+  if not side then return 0 end
+  local more = {side[1], side[2], 0, tonumber(ARGV[6]), 0, 0}
+  add(more, 1)
+  side[4] = side[4] + more[4]
+  redis.call('HSET', reservations, ARGV[4], cjson.encode(held))
+  return 1
+end
+
+-- ttl_ms, then rids
+function ops.extend()
+  local till = now_ms() + tonumber(ARGV[4])
+  for i = 5, #ARGV do
+    if redis.call('HEXISTS', reservations, ARGV[i]) == 1 then
+      redis.call('ZADD', expiries, till, ARGV[i])
+    end
+  end
+  return 1
+end
+
+-- limit
+function ops.sweep()
+  local over = redis.call('ZRANGEBYSCORE', expiries, '-inf', now_ms(), 'LIMIT', 0, ARGV[4])
+  for _, rid in ipairs(over) do
+    release(rid, -1)
+    redis.call('ZREM', expiries, rid)
+  end
+  return over
+end
+
+return ops[op]()

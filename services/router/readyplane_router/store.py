@@ -1,0 +1,564 @@
+"""What several routers share: worker records, leases, seats with reservations, KV events.
+
+Owns the port and its memory twin; `redis` is the other implementation, and one contract suite
+runs over both. A store decides nothing about pairs: `take` compares epochs, an open flag and free
+amounts on every side and takes all or nothing. Every expiry is judged by the store's own clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from readyplane.core.worker import (
+    CheckResult,
+    LoadReport,
+    Serving,
+    StartProgress,
+    WorkerOffer,
+    WorkerState,
+)
+from readyplane.kit.clock import Clock
+from readyplane_router import lease
+
+KV_LOG_BATCHES_MAX = 20_000
+SWEEP_MAX = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A worker as every router knows it. `*_wall_s`: seconds since the epoch, for people.
+
+    Attributes:
+        drain_deadline_s: duration given with the drain. group_epoch: 0 while not published.
+        keeper: the router that holds the worker's session.
+    """
+
+    offer: WorkerOffer
+    epoch: int
+    state: WorkerState
+    serving: Serving | None = None
+    checks: tuple[CheckResult, ...] = ()
+    drain_reason: str = ""
+    drain_deadline_s: float = 0.0
+    group_epoch: int = 0
+    keeper: str = ""
+    provisioned_wall_s: float | None = None
+    ready_wall_s: float | None = None
+    draining_wall_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a worker's renewals say; written in batches."""
+
+    progress: StartProgress | None = None
+    load: LoadReport = field(default_factory=LoadReport)
+    drained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """One lease to renew; `vitals` None leaves what is known."""
+
+    model: str
+    worker_id: str
+    epoch: int
+    ttl_s: float
+    vitals: Vitals | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Amounts promised on one seat: sequences, KV blocks, prefill microseconds and tokens."""
+
+    sequences: int = 0
+    blocks: int = 0
+    work_us: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What is taken on one seat."""
+
+    worker_id: str
+    epoch: int
+    use: Use
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """A reservation: all sides or none, for `ttl_s` unless extended.
+
+    Attributes:
+        payload: text given back when the same id is taken again.
+        force: without comparing (reconciliation after the store was away).
+    """
+
+    reservation_id: str
+    sides: tuple[Side, ...]
+    payload: str
+    ttl_s: float
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Taken (or held already), or `refused` says why; `used` is each side's seat afterwards."""
+
+    payload: str = ""
+    repeated: bool = False
+    refused: str = ""
+    used: tuple[Use, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something about one worker changed."""
+
+    model: str
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvEntry:
+    """One batch in a model's KV log, as packed by `origin`."""
+
+    entry_id: str
+    origin: str
+    worker_id: str
+    incarnation: str
+    packed: bytes
+
+
+ALL_SIDES = -1
+
+
+class Store(Protocol):
+    """Shared state. Every method raises Unavailable when the store cannot be reached.
+
+    `shared`: other routers may be reading and writing too.
+    """
+
+    shared: bool
+
+    async def ping(self) -> None:
+        """Whether it answers."""
+        ...
+
+    async def attend(self, router_id: str, *, ttl_s: float) -> int:
+        """Say that this router lives; returns how many do."""
+        ...
+
+    async def grant(self, record: Record, *, ttl_s: float) -> Record | lease.Lost | lease.Stale:
+        """Grant a lease by the rules of `lease.grant`; returns the record that holds it.
+
+        A repeated grant returns the stored record, with its (older) epoch.
+        """
+        ...
+
+    async def put(self, record: Record) -> bool:
+        """Replace the record if its epoch holds the lease; False when it does not."""
+        ...
+
+    async def end(self, record: Record) -> bool:
+        """End the lease of this epoch, shut its seat, keep the record; False when not held."""
+        ...
+
+    async def restore(self, record: Record, *, ttl_s: float, vitals: Vitals | None) -> bool:
+        """Put a living worker back into a store that lost it; False when a newer epoch is there."""
+        ...
+
+    async def forget(self, model: str, worker_id: str, epoch: int) -> None:
+        """Drop the record of an ended lease."""
+        ...
+
+    async def renew(self, items: Sequence[Renew]) -> list[str]:
+        """For each: `ok`, `unknown` (the store does not have it) or `stale` (ended or fenced)."""
+        ...
+
+    async def expire(self) -> list[Change]:
+        """End every lease that has run out; each is reported by exactly one call."""
+        ...
+
+    async def workers(self) -> list[tuple[Record, Vitals | None]]:
+        """All records."""
+        ...
+
+    async def worker(self, model: str, worker_id: str) -> tuple[Record, Vitals | None] | None:
+        """One record."""
+        ...
+
+    async def seat(
+        self, model: str, worker_id: str, epoch: int, *, is_open: bool, sequences: int, blocks: int
+    ) -> bool:
+        """Set capacity; a new epoch starts with nothing used. False for an older epoch."""
+        ...
+
+    async def take(self, model: str, take: Take) -> Taken:
+        """Reserve on all sides or none."""
+        ...
+
+    async def release(self, model: str, items: Sequence[tuple[str, int]]) -> int:
+        """Give (reservation id, side or ALL_SIDES) back; returns how many were not known."""
+        ...
+
+    async def grow(self, model: str, reservation_id: str, side: int, blocks: int) -> bool:
+        """Add KV blocks that a reservation has outgrown; never refused. False when not known."""
+        ...
+
+    async def extend(self, model: str, reservation_ids: Sequence[str], *, ttl_s: float) -> None:
+        """Let reservations live on."""
+        ...
+
+    async def sweep(self, model: str) -> list[str]:
+        """Release reservations that have run out; each is reported by exactly one call."""
+        ...
+
+    async def usage(self, model: str) -> dict[str, Use]:
+        """What is promised on each seat."""
+        ...
+
+    async def append_kv(self, model: str, entry: KvEntry) -> None:
+        """Append to the model's bounded log."""
+        ...
+
+    async def read_kv(self, model: str, after: str) -> list[KvEntry]:
+        """Entries after that id (empty: from the oldest kept), oldest first."""
+        ...
+
+    async def put_snapshot(self, model: str, worker_id: str, incarnation: str, data: bytes) -> None:
+        """Keep all blocks of one incarnation; empty data deletes it."""
+        ...
+
+    async def snapshot(self, model: str, worker_id: str, incarnation: str) -> bytes:
+        """The snapshot, empty when there is none."""
+        ...
+
+    def watch(self) -> AsyncIterator[Change]:
+        """Changes from now on; some may be missed, so read all again now and then."""
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of connections."""
+        ...
+
+
+@dataclass(slots=True)
+class _Seat:
+    epoch: int
+    is_open: bool
+    sequences: int
+    blocks: int
+    used: Use = Use()
+
+
+@dataclass(slots=True)
+class _Reservation:
+    sides: list[Side | None]
+    payload: str
+    expires_s: float
+
+
+@dataclass(slots=True)
+class _Model:
+    records: dict[str, Record] = field(default_factory=dict)
+    vitals: dict[str, Vitals] = field(default_factory=dict)
+    leases: dict[str, lease.Held] = field(default_factory=dict)
+    seats: dict[str, _Seat] = field(default_factory=dict)
+    reservations: dict[str, _Reservation] = field(default_factory=dict)
+    kv: deque[KvEntry] = field(default_factory=lambda: deque(maxlen=KV_LOG_BATCHES_MAX))
+    kv_count: int = 0
+    snapshots: dict[tuple[str, str], bytes] = field(default_factory=dict)
+
+
+def plus(one: Use, other: Use, sign: int = 1) -> Use:
+    """Sum or difference; never below zero."""
+    return Use(
+        max(0, one.sequences + sign * other.sequences),
+        max(0, one.blocks + sign * other.blocks),
+        max(0, one.work_us + sign * other.work_us),
+        max(0, one.tokens + sign * other.tokens),
+    )
+
+
+class MemoryStore:
+    """The twin in memory, on an injected clock: for the simulator and for tests."""
+
+    def __init__(self, clock: Clock, *, shared: bool = False) -> None:
+        """Empty; `shared` when several services will use this one object."""
+        self.shared = shared
+        self._clock = clock
+        self._models: dict[str, _Model] = {}
+        self._routers: dict[str, float] = {}
+        self._watchers: set[asyncio.Queue[Change]] = set()
+
+    async def ping(self) -> None:
+        return
+
+    async def attend(self, router_id: str, *, ttl_s: float) -> int:
+        now_s = self._clock.monotonic_s()
+        self._routers[router_id] = now_s + ttl_s
+        self._routers = {k: until for k, until in self._routers.items() if until > now_s}
+        return len(self._routers)
+
+    async def grant(self, record: Record, *, ttl_s: float) -> Record | lease.Lost | lease.Stale:
+        offer = record.offer
+        model = self._model(offer.model)
+        verdict = lease.grant(
+            model.leases.get(offer.worker_id),
+            worker_id=offer.worker_id,
+            incarnation=offer.incarnation,
+            epoch=record.epoch,
+            ttl_s=ttl_s,
+            now_s=self._clock.monotonic_s(),
+        )
+        if not isinstance(verdict, lease.Granted):
+            return verdict
+        model.leases[offer.worker_id] = verdict.held
+        if verdict.repeated:
+            return model.records[offer.worker_id]
+        model.seats.pop(offer.worker_id, None)
+        model.vitals.pop(offer.worker_id, None)
+        self._write(model, record)
+        return record
+
+    async def put(self, record: Record) -> bool:
+        model = self._model(record.offer.model)
+        if not self._holds(model, record):
+            return False
+        self._write(model, record)
+        return True
+
+    async def end(self, record: Record) -> bool:
+        model = self._model(record.offer.model)
+        if not self._holds(model, record):
+            return False
+        self._end(model, record.offer.worker_id)
+        self._write(model, record)
+        return True
+
+    async def restore(self, record: Record, *, ttl_s: float, vitals: Vitals | None) -> bool:
+        offer = record.offer
+        model = self._model(offer.model)
+        held = model.leases.get(offer.worker_id)
+        if held is not None and held.epoch > record.epoch:
+            return False
+        past = held.past if held is not None else ()
+        expires_s = self._clock.monotonic_s() + ttl_s
+        model.leases[offer.worker_id] = lease.Held(
+            offer.worker_id, offer.incarnation, record.epoch, ttl_s, expires_s, past=past
+        )
+        if vitals is not None:
+            model.vitals[offer.worker_id] = vitals
+        self._write(model, record)
+        return True
+
+    async def forget(self, model: str, worker_id: str, epoch: int) -> None:
+        found = self._model(model)
+        held = found.leases.get(worker_id)
+        if held is not None and held.epoch == epoch and held.ended:
+            found.records.pop(worker_id, None)
+            found.vitals.pop(worker_id, None)
+            found.seats.pop(worker_id, None)
+
+    async def renew(self, items: Sequence[Renew]) -> list[str]:
+        out = []
+        now_s = self._clock.monotonic_s()
+        for item in items:
+            model = self._model(item.model)
+            held = model.leases.get(item.worker_id)
+            if held is None:
+                out.append("unknown")
+            elif held.epoch != item.epoch or held.ended:
+                out.append("stale")
+            else:
+                model.leases[item.worker_id] = replace(held, expires_s=now_s + item.ttl_s)
+                if item.vitals is not None:
+                    model.vitals[item.worker_id] = item.vitals
+                out.append("ok")
+        return out
+
+    async def expire(self) -> list[Change]:
+        out = []
+        now_s = self._clock.monotonic_s()
+        for name, model in self._models.items():
+            for held in lease.expired(model.leases.values(), now_s=now_s):
+                self._end(model, held.worker_id)
+                record = model.records.get(held.worker_id)
+                if record is not None:
+                    self._write(model, replace(record, state=WorkerState.GONE))
+                out.append(Change(name, held.worker_id))
+        return out
+
+    async def workers(self) -> list[tuple[Record, Vitals | None]]:
+        return [
+            (record, model.vitals.get(worker_id))
+            for model in self._models.values()
+            for worker_id, record in model.records.items()
+        ]
+
+    async def worker(self, model: str, worker_id: str) -> tuple[Record, Vitals | None] | None:
+        found = self._model(model)
+        record = found.records.get(worker_id)
+        return None if record is None else (record, found.vitals.get(worker_id))
+
+    async def seat(
+        self, model: str, worker_id: str, epoch: int, *, is_open: bool, sequences: int, blocks: int
+    ) -> bool:
+        seats = self._model(model).seats
+        had = seats.get(worker_id)
+        if had is not None and had.epoch > epoch:
+            return False
+        used = had.used if had is not None and had.epoch == epoch else Use()
+        seats[worker_id] = _Seat(epoch, is_open, sequences, blocks, used)
+        return True
+
+    async def take(self, model: str, take: Take) -> Taken:
+        found = self._model(model)
+        had = found.reservations.get(take.reservation_id)
+        if had is not None:
+            return Taken(had.payload, repeated=True)
+        seats = found.seats
+        if not take.force:
+            for side in take.sides:
+                why = self._refusal(seats.get(side.worker_id), side)
+                if why:
+                    used = tuple(
+                        seats[s.worker_id].used if s.worker_id in seats else Use()
+                        for s in take.sides
+                    )
+                    return Taken(refused=f"{side.worker_id}: {why}", used=used)
+        for side in take.sides:
+            seat = seats.get(side.worker_id)
+            if seat is not None and seat.epoch == side.epoch:
+                seat.used = plus(seat.used, side.use)
+        found.reservations[take.reservation_id] = _Reservation(
+            list(take.sides), take.payload, self._clock.monotonic_s() + take.ttl_s
+        )
+        used = tuple(seats[s.worker_id].used if s.worker_id in seats else Use() for s in take.sides)
+        return Taken(take.payload, used=used)
+
+    async def release(self, model: str, items: Sequence[tuple[str, int]]) -> int:
+        found = self._model(model)
+        return sum(not self._release(found, rid, side) for rid, side in items)
+
+    async def grow(self, model: str, reservation_id: str, side: int, blocks: int) -> bool:
+        found = self._model(model)
+        had = found.reservations.get(reservation_id)
+        part = had.sides[side] if had is not None and side < len(had.sides) else None
+        if had is None or part is None:
+            return False
+        more = Use(blocks=blocks)
+        had.sides[side] = replace(part, use=plus(part.use, more))
+        seat = found.seats.get(part.worker_id)
+        if seat is not None and seat.epoch == part.epoch:
+            seat.used = plus(seat.used, more)
+        return True
+
+    async def extend(self, model: str, reservation_ids: Sequence[str], *, ttl_s: float) -> None:
+        found = self._model(model).reservations
+        until_s = self._clock.monotonic_s() + ttl_s
+        for reservation_id in reservation_ids:
+            if reservation_id in found:
+                found[reservation_id].expires_s = until_s
+
+    async def sweep(self, model: str) -> list[str]:
+        found = self._model(model)
+        now_s = self._clock.monotonic_s()
+        over = [rid for rid, r in found.reservations.items() if r.expires_s <= now_s][:SWEEP_MAX]
+        for reservation_id in over:
+            self._release(found, reservation_id, ALL_SIDES)
+        return over
+
+    async def usage(self, model: str) -> dict[str, Use]:
+        return {k: seat.used for k, seat in self._model(model).seats.items()}
+
+    async def append_kv(self, model: str, entry: KvEntry) -> None:
+        found = self._model(model)
+        found.kv_count += 1
+        found.kv.append(replace(entry, entry_id=f"{found.kv_count:020d}"))
+
+    async def read_kv(self, model: str, after: str) -> list[KvEntry]:
+        return [entry for entry in self._model(model).kv if entry.entry_id > after]
+
+    async def put_snapshot(self, model: str, worker_id: str, incarnation: str, data: bytes) -> None:
+        snapshots = self._model(model).snapshots
+        if data:
+            snapshots[worker_id, incarnation] = data
+        else:
+            snapshots.pop((worker_id, incarnation), None)
+
+    async def snapshot(self, model: str, worker_id: str, incarnation: str) -> bytes:
+        return self._model(model).snapshots.get((worker_id, incarnation), b"")
+
+    async def watch(self) -> AsyncIterator[Change]:
+        queue: asyncio.Queue[Change] = asyncio.Queue(maxsize=1_000)
+        self._watchers.add(queue)
+        try:
+            while True:
+                yield await queue.get()
+        finally:
+            self._watchers.discard(queue)
+
+    async def aclose(self) -> None:
+        return
+
+    def _model(self, name: str) -> _Model:
+        model = self._models.get(name)
+        if model is None:
+            model = self._models[name] = _Model()
+        return model
+
+    @staticmethod
+    def _holds(model: _Model, record: Record) -> bool:
+        held = model.leases.get(record.offer.worker_id)
+        return held is not None and held.epoch == record.epoch and not held.ended
+
+    def _write(self, model: _Model, record: Record) -> None:
+        model.records[record.offer.worker_id] = record
+        change = Change(record.offer.model, record.offer.worker_id)
+        for queue in self._watchers:
+            if not queue.full():
+                queue.put_nowait(change)
+
+    @staticmethod
+    def _end(model: _Model, worker_id: str) -> None:
+        model.leases[worker_id] = replace(model.leases[worker_id], ended=True)
+        seat = model.seats.get(worker_id)
+        if seat is not None:
+            seat.is_open = False
+
+    @staticmethod
+    def _refusal(seat: _Seat | None, side: Side) -> str:
+        if seat is None:
+            return "no seat"
+        if seat.epoch != side.epoch:
+            return f"epoch {seat.epoch}, wanted {side.epoch}"
+        if not seat.is_open:
+            return "shut"
+        if seat.used.sequences + side.use.sequences > seat.sequences:
+            return "no free sequence"
+        if seat.used.blocks + side.use.blocks > seat.blocks:
+            return "no free blocks"
+        return ""
+
+    @staticmethod
+    def _release(found: _Model, reservation_id: str, which: int) -> bool:
+        had = found.reservations.get(reservation_id)
+        if had is None:
+            return False
+        for index, side in enumerate(had.sides):
+            if side is None or which not in (ALL_SIDES, index):
+                continue
+            had.sides[index] = None
+            seat = found.seats.get(side.worker_id)
+            if seat is not None and seat.epoch == side.epoch:
+                seat.used = plus(seat.used, side.use, -1)
+        if which == ALL_SIDES or not any(had.sides):
+            del found.reservations[reservation_id]
+        return True
