@@ -1,0 +1,321 @@
+"""The two legs of a request as an engine sees them: what is sent, what came back, who is to blame.
+
+Owns the bodies of the NIXL hand-over (prefill with `do_remote_decode`, its parameters verbatim to
+decode) and the judgement of a leg that failed. A 4xx is the client's fault and passed on, 429 and
+503 mean busy, everything else means that the worker failed (B70).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+
+from readyplane.kit.telemetry import inject, tracing_on
+from readyplane.ports import End
+from readyplane_gateway.bounds import Bounds
+from readyplane_gateway.engine_http import EngineHttp, EngineTrouble, Exchange, Trouble
+from readyplane_gateway.openai import Ask, Failure, Kind, failure_of_engine
+from readyplane_gateway.sse import Usage
+from readyplane_gateway.tokens import ClientFault
+
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
+ERROR_BYTES_MAX = 256 * 1024
+CLIENT_FAULTS = frozenset({400, 413, 422})
+BUSY = frozenset({408, 429, 503})
+PREFILL_PARAMS: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class LegFailed(Exception):
+    """A leg failed before its answer was complete.
+
+    Attributes:
+        leg: prefill, decode or local. end: the worker. trouble: for metrics.
+        busy: the worker refused for lack of room, it has not failed.
+    """
+
+    def __init__(self, leg: str, end: End, trouble: str, why: str, *, busy: bool = False) -> None:
+        self.leg, self.end, self.trouble, self.why, self.busy = leg, end, trouble, why, busy
+        super().__init__(why)
+
+    def __str__(self) -> str:
+        return f"{self.leg} leg on worker {self.end.worker_id}: {self.why}"
+
+    def failure(self) -> Failure:
+        """What the client is told when nothing else helped."""
+        text = str(self)
+        if self.busy:
+            return Failure(503, "server_error", "workers_busy", text, retry_after_s=1.0)
+        if self.trouble == Trouble.SLOW:
+            return Failure(504, "server_error", "worker_timeout", text, retry_after_s=1.0)
+        return Failure(502, "server_error", "worker_failed", text, retry_after_s=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What a prefill leg gave.
+
+    Attributes:
+        params: `kv_transfer_params` byte for byte, empty when the engine gave none.
+        cached_tokens: prompt tokens it did not compute, None when not told.
+    """
+
+    params: bytes
+    cached_tokens: int | None
+
+
+class _Prefilled(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+    usage: Usage | None = None
+
+
+class _Answered(msgspec.Struct):
+    usage: Usage | None = None
+
+
+class _Held(msgspec.Struct):
+    remote_request_id: str | None = None
+
+
+_prefilled = msgspec.json.Decoder(_Prefilled)
+_answered = msgspec.json.Decoder(_Answered)
+_held = msgspec.json.Decoder(_Held)
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """The bodies of both legs; the prompt is encoded once."""
+
+    ask: Ask
+    shared: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, ask: Ask, token_ids: tuple[int, ...] | None) -> Bodies:
+        """`token_ids`: sent instead of a prompt's text, where they are known."""
+        shared = dict(ask.body)
+        if ask.kind is Kind.COMPLETIONS and token_ids is not None:
+            shared["prompt"] = msgspec.Raw(msgspec.json.encode(token_ids))
+            shared.pop("add_special_tokens", None)
+        return cls(ask, shared)
+
+    def prefill(self) -> bytes:
+        """One token, not streamed, KV kept for a remote decode."""
+        body = dict(self.shared)
+        body.pop("stream_options", None)
+        body |= {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
+        if self.ask.kind is Kind.CHAT:
+            body["max_completion_tokens"] = 1
+        if "min_tokens" in body:
+            body["min_tokens"] = 1
+        return msgspec.json.encode(body)
+
+    def decode(self, params: bytes) -> bytes:
+        """The request itself; `params` empty on a worker that serves both stages."""
+        body = dict(self.shared)
+        if params:
+            body["kv_transfer_params"] = msgspec.Raw(params)
+        if self.ask.stream:
+            options = body.get("stream_options") or {}
+            body["stream_options"] = {**options, "include_usage": True}
+        return msgspec.json.encode(body)
+
+
+class Legs:
+    """Speaks to the engines of a pair."""
+
+    def __init__(self, engines: EngineHttp, bounds: Bounds, engine_token: str = "") -> None:
+        """`engine_token`: sent as bearer token to engines that want one."""
+        self._engines = engines
+        self._bounds = bounds
+        self._token = engine_token
+        self._open: dict[tuple[str, str], set[Exchange]] = {}
+
+    def worker_gone(self, worker_id: str, incarnation: str) -> None:
+        """Fail every open leg on a worker that is known to have ended."""
+        for exchange in tuple(self._open.get((worker_id, incarnation), ())):
+            exchange.fail(EngineTrouble(Trouble.BROKEN, "the worker has ended"))
+
+    async def prefill(
+        self, end: End, bodies: Bodies, *, request_id: str, within_s: float
+    ) -> Handover:
+        """Run the prefill leg.
+
+        Raises:
+            LegFailed, ClientFault.
+        """
+        try:
+            exchange = await self._engines.open(
+                end.engine_url,
+                bodies.ask.kind.path,
+                bodies.prefill(),
+                headers=self._headers(request_id),
+                within_s=within_s,
+                doing="prefill",
+            )
+            with exchange, self._tracked(end, exchange):
+                status = await exchange.head()
+                answer = await exchange.whole(ANSWER_BYTES_MAX)
+        except EngineTrouble as error:
+            raise _failed("prefill", end, error) from error
+        _check(status, answer, "prefill", end)
+        try:
+            read = _prefilled.decode(answer)
+        except msgspec.MsgspecError as error:
+            why = f"its answer cannot be read ({error})"
+            raise LegFailed("prefill", end, "unreadable", why) from error
+        params = bytes(read.kv_transfer_params)
+        if params not in (b"", b"null") and not params.startswith(b"{"):
+            raise LegFailed("prefill", end, "unreadable", "kv_transfer_params is not an object")
+        cached = read.usage.cached_tokens if read.usage else None
+        return Handover(b"" if params == b"null" else params, cached)
+
+    async def decode(
+        self, leg: str, end: End, body: bytes, path: str, *, request_id: str, within_s: float
+    ) -> DecodeLeg:
+        """Start the decode leg (`leg`: decode, or local). Raises LegFailed, ClientFault."""
+        try:
+            exchange = await self._engines.open(
+                end.engine_url,
+                path,
+                body,
+                headers=self._headers(request_id),
+                within_s=within_s,
+                doing="waiting for the first token",
+            )
+        except EngineTrouble as error:
+            raise _failed(leg, end, error) from error
+        return DecodeLeg(self, leg, end, exchange)
+
+    async def abandon(self, end: End, params: bytes) -> bool:
+        """Tell a prefill engine that nobody will read the KV it holds; False: left to expire.
+
+        `/abort_requests` is vLLM's path for it, which an engine may not offer.
+        """
+        try:
+            held = _held.decode(params).remote_request_id
+        except msgspec.MsgspecError:
+            held = None
+        if not held:
+            return False
+        body = msgspec.json.encode({"request_ids": [held]})
+        try:
+            exchange = await self._engines.open(
+                end.engine_url,
+                "/abort_requests",
+                body,
+                headers=self._headers(""),
+                within_s=self._bounds.connect_s_max,
+                doing="abandoning KV",
+            )
+            with exchange:
+                status = await exchange.head()
+                await exchange.whole(ERROR_BYTES_MAX)
+                return status == 200
+        except EngineTrouble:
+            return False  # counted by the caller; the engine's own hold ends it
+
+    def _headers(self, request_id: str) -> list[tuple[str, str]]:
+        headers = [("x-request-id", request_id)] if request_id else []
+        if self._token:
+            headers.append(("authorization", f"Bearer {self._token}"))
+        if tracing_on():
+            headers += inject()
+        return headers
+
+    def _tracked(self, end: End, exchange: Exchange) -> _Tracked:
+        return _Tracked(self._open, (end.worker_id, end.incarnation), exchange)
+
+
+class _Tracked:
+    """Keeps an exchange findable by its worker while it runs."""
+
+    __slots__ = ("_exchange", "_key", "_open")
+
+    def __init__(
+        self, open_: dict[tuple[str, str], set[Exchange]], key: tuple[str, str], exchange: Exchange
+    ) -> None:
+        self._open, self._key, self._exchange = open_, key, exchange
+
+    def __enter__(self) -> None:
+        self._open.setdefault(self._key, set()).add(self._exchange)
+
+    def __exit__(self, *_exc: object) -> None:
+        mine = self._open.get(self._key)
+        if mine is not None:
+            mine.discard(self._exchange)
+            if not mine:
+                del self._open[self._key]
+
+
+class DecodeLeg:
+    """A decode leg under way. Use as a context manager: leaving it cancels what is not complete."""
+
+    def __init__(self, legs: Legs, leg: str, end: End, exchange: Exchange) -> None:
+        self.leg, self.end = leg, end
+        self._exchange = exchange
+        self._tracked = legs._tracked(end, exchange)  # noqa: SLF001 - one module, two halves
+
+    def __enter__(self) -> Self:
+        self._tracked.__enter__()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._tracked.__exit__()
+        self._exchange.close()
+
+    async def accepted(self) -> None:
+        """Wait for a 200. Raises LegFailed, ClientFault."""
+        try:
+            status = await self._exchange.head()
+            if status != 200:
+                answer = await self._exchange.whole(ERROR_BYTES_MAX)
+                _check(status, answer, self.leg, self.end)
+        except EngineTrouble as error:
+            raise _failed(self.leg, self.end, error) from error
+
+    async def piece(self) -> bytes:
+        """The next bytes, empty at the end. Raises LegFailed."""
+        try:
+            return await self._exchange.piece()
+        except EngineTrouble as error:
+            raise _failed(self.leg, self.end, error) from error
+
+    async def whole(self) -> tuple[bytes, Usage | None]:
+        """An answer that is not streamed. Raises LegFailed."""
+        try:
+            answer = await self._exchange.whole(ANSWER_BYTES_MAX)
+            return answer, _answered.decode(answer).usage
+        except EngineTrouble as error:
+            raise _failed(self.leg, self.end, error) from error
+        except msgspec.MsgspecError as error:
+            why = f"its answer cannot be read ({error})"
+            raise LegFailed(self.leg, self.end, "unreadable", why) from error
+
+    def idle_within(self, bound_s: float) -> None:
+        """From now on, silence between two chunks is bounded by this."""
+        self._exchange.within(bound_s, "waiting for the next chunk")
+
+
+def _failed(leg: str, end: End, error: EngineTrouble) -> LegFailed:
+    return LegFailed(leg, end, error.trouble, error.why, busy=error.trouble is Trouble.FULL)
+
+
+def _check(status: int, answer: bytes, leg: str, end: End) -> None:
+    """Judge an answer's status. Raises ClientFault, LegFailed."""
+    if status == 200:
+        return
+    failure = failure_of_engine(status, answer)
+    if status in CLIENT_FAULTS:
+        raise ClientFault(failure)
+    raise LegFailed(
+        leg, end, f"http_{status}", f"HTTP {status}: {failure.message}", busy=status in BUSY
+    )

@@ -1,0 +1,512 @@
+"""The way of one request: route, prefill leg, decode leg, and what happens when something breaks.
+
+Owns the order of things and hands facts to the router through a `Booking`. A leg that fails before
+the client has seen anything is re-paired once; afterwards a failure ends the stream with an error
+chunk. However a request ends (the client leaving at any point is one way), both legs are cancelled
+and the reservation has exactly one end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from readyplane.core.errors import PromptTooLong, ReadyplaneError, Unavailable
+from readyplane.core.work import RequestShape, Slo, pack_tokens
+from readyplane.kit.clock import Clock
+from readyplane.ports import Pair, Router
+from readyplane_gateway.bounds import Bounds
+from readyplane_gateway.fleet import FleetView, ModelFacts
+from readyplane_gateway.legs import Bodies, DecodeLeg, Handover, LegFailed, Legs
+from readyplane_gateway.metrics import Meters
+from readyplane_gateway.openai import Ask, Failure, check_length, failure_of
+from readyplane_gateway.reporter import Booking, Reporter
+from readyplane_gateway.sse import SseScan
+from readyplane_gateway.tokens import ClientFault, Tokens
+
+CHARACTERS_PER_TOKEN = 4
+FLUSH_BEFORE_REPAIR_S = 0.5
+RETRY_FIRST_S = 0.1
+RETRY_S_MAX = 1.0
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+)
+JSON_HEADERS = ((b"content-type", b"application/json"),)
+
+log = logging.getLogger(__name__)
+Header = tuple[bytes, bytes]
+
+
+class Sink(Protocol):
+    """Where the answer goes."""
+
+    async def start(self, status: int, headers: Sequence[Header]) -> None:
+        """Status and headers; once."""
+        ...
+
+    async def send(self, data: bytes) -> None:
+        """Some of the body; waits while the client does not read."""
+        ...
+
+
+@dataclass(slots=True)
+class Call:
+    """What is known of a request beside its body, and how far it has come.
+
+    Attributes:
+        request_id: unique, of the gateway; engines and router see it.
+        arrived_s: monotonic. slo: named by the request, else None.
+        stage: where it is now, for the count of those that left.
+        begun: bytes of the answer have gone to the client.
+    """
+
+    request_id: str
+    arrived_s: float
+    tenant: str = ""
+    slo: Slo | None = None
+    stage: str = "arrived"
+    begun: bool = False
+    bookings: list[Booking] = field(default_factory=list)
+
+
+class Proxy:
+    """Serves checked requests."""
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        clock: Clock,
+        bounds: Bounds,
+        fleet: FleetView,
+        tokens: Tokens,
+        legs: Legs,
+        reporter: Reporter,
+        meters: Meters,
+        show_pair: bool,
+        later: Callable[[Awaitable[object]], None],
+    ) -> None:
+        """`show_pair`: name workers and reservation in the answer's headers. `later`: run a
+        bounded piece of work that outlives its request.
+        """
+        self._router = router
+        self._clock = clock
+        self._bounds = bounds
+        self._fleet = fleet
+        self._tokens = tokens
+        self._legs = legs
+        self._reporter = reporter
+        self._meters = meters
+        self._show_pair = show_pair
+        self._later = later
+
+    async def serve(self, ask: Ask, call: Call, sink: Sink) -> Failure | None:
+        """Serve one request; returns the failure that ended a stream which had begun, else None.
+
+        Raises:
+            ReadyplaneError, ClientFault, LegFailed: nothing has been sent to the client yet.
+        """
+        facts = self._fleet.find(ask.model)
+        call.stage = "tokenise"
+        urls = [w.serving.engine_url for w in facts.tokenisers if w.serving is not None]
+        token_ids = await self._tokens.of(ask, urls, facts.tokenizer)
+        shape = self._shape(ask, call, facts, token_ids)
+        call.stage = "route"
+        booking = self._book(call, await self._route(call, shape))
+        try:
+            return await self._serve_booked(ask, call, sink, shape, booking, token_ids)
+        except BaseException as error:
+            for open_booking in call.bookings:
+                open_booking.aborted(_detail(error))
+            raise
+
+    # ------------------------------------------------------------------ pairing
+
+    def _shape(
+        self, ask: Ask, call: Call, facts: ModelFacts, token_ids: tuple[int, ...] | None
+    ) -> RequestShape:
+        if token_ids is None:  # nobody is there to tokenise: the router still counts the demand
+            isl, packed = 1 + ask.characters // CHARACTERS_PER_TOKEN, b""
+        else:
+            isl, packed = len(token_ids), pack_tokens(token_ids)
+            if facts.max_model_len is not None:
+                check_length(isl, ask.max_tokens, facts.max_model_len)
+        return RequestShape(
+            request_id=call.request_id,
+            model=ask.model,
+            isl=isl,
+            token_ids=packed,
+            max_tokens=ask.max_tokens,
+            priority=ask.priority,
+            tenant=call.tenant,
+            slo=call.slo,
+            cache_salt=ask.cache_salt,
+        )
+
+    def _book(self, call: Call, pair: Pair) -> Booking:
+        booking = Booking(pair, self._reporter)
+        call.bookings.append(booking)
+        return booking
+
+    async def _route(
+        self,
+        call: Call,
+        shape: RequestShape,
+        *,
+        old: Booking | None = None,
+        avoid: Sequence[str] = (),
+    ) -> Pair:
+        """A pair; a router that is away is asked again within `router_wait_s_max`.
+
+        Raises:
+            ReadyplaneError: what the router said, or Unavailable.
+        """
+        give_up_s = self._clock.monotonic_s() + self._bounds.router_wait_s_max
+        pause_s = RETRY_FIRST_S
+        while True:
+            try:
+                return await self._ask_router(call, shape, old, avoid)
+            except Unavailable as error:
+                self._meters.router_waits.labels("route").inc()
+                if self._clock.monotonic_s() + pause_s > give_up_s:
+                    what = f"the router does not answer ({error.what})"
+                    raise Unavailable(what, "try again", retry_after_s=2.0) from error
+                await self._clock.sleep(pause_s)
+                pause_s = min(RETRY_S_MAX, pause_s * 2)
+
+    async def _ask_router(
+        self, call: Call, shape: RequestShape, old: Booking | None, avoid: Sequence[str]
+    ) -> Pair:
+        """One call. When the client leaves meanwhile, what the router has reserved is given back."""
+        replaces = old.pair.reservation_id if old is not None else ""
+        asking = asyncio.ensure_future(self._router.route(shape, replaces=replaces, avoid=avoid))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            if old is not None:  # whether it was replaced is known when the answer is
+                call.bookings.remove(old)
+            self._later(self._give_back(asking, old))
+            raise
+
+    async def _give_back(self, asking: asyncio.Future[Pair], old: Booking | None) -> None:
+        """An answer under way is waited for; a request that queues in the router is taken out."""
+        why = "the client left while it was being paired"
+        await asyncio.wait({asking}, timeout=self._bounds.route_grace_s)
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ReadyplaneError):
+            pair = await asking
+            if old is not None:
+                old.replaced()
+            Booking(pair, self._reporter).aborted(why)
+        if old is not None:
+            old.aborted(why)
+
+    async def _repair(
+        self, call: Call, shape: RequestShape, booking: Booking, failed: LegFailed
+    ) -> Booking:
+        """Another pair instead of one of which a leg failed. Raises LegFailed when there is none."""
+        self._meters.repairs.labels(failed.leg, failed.trouble).inc()
+        log.info("re-pairing", extra={"request_id": call.request_id, "why": str(failed)})
+        if not failed.busy:
+            booking.leg_failed(failed.end.worker_id, failed.why)
+        call.stage = "route"
+        # What is known of the old pair must be told before it is released.
+        await self._reporter.flush(FLUSH_BEFORE_REPAIR_S)
+        try:
+            pair = await self._route(
+                call, _again(shape), old=booking, avoid=(failed.end.worker_id,)
+            )
+        except PromptTooLong:
+            raise
+        except ReadyplaneError as error:
+            log.info("no other pair", extra={"request_id": call.request_id, "why": str(error)})
+            failed.why = f"{failed.why}; {error}"
+            raise failed from error
+        booking.replaced()
+        return self._book(call, pair)
+
+    # ------------------------------------------------------------------ legs
+
+    async def _serve_booked(
+        self,
+        ask: Ask,
+        call: Call,
+        sink: Sink,
+        shape: RequestShape,
+        booking: Booking,
+        token_ids: tuple[int, ...] | None,
+    ) -> Failure | None:
+        if token_ids is None:  # the pair is the first engine there is
+            call.stage = "tokenise"
+            urls = [booking.pair.prefill.engine_url, booking.pair.decode.engine_url]
+            token_ids = await self._tokens.of(ask, urls, "")
+        bodies = Bodies.of(ask, token_ids)
+        try:
+            return await self._both_legs(ask, call, sink, booking, bodies)
+        except LegFailed as failed:
+            if call.begun:
+                raise
+            booking = await self._repair(call, shape, booking, failed)
+        return await self._both_legs(ask, call, sink, booking, bodies)
+
+    async def _both_legs(
+        self, ask: Ask, call: Call, sink: Sink, booking: Booking, bodies: Bodies
+    ) -> Failure | None:
+        pair = booking.pair
+        if pair.local:
+            self._meters.handovers.labels("local").inc()
+            handover = Handover(b"", None)
+        else:
+            handover = await self._prefill(call, booking, bodies)
+        call.stage = "decode"
+        leg_name = "local" if pair.local else "decode"
+        began_s = self._clock.monotonic_s()
+        outcome = "failed"
+        try:
+            within_s = (
+                self._bounds.decode_first_s_max if ask.stream else self._bounds.decode_total_s_max
+            )
+            leg = await self._legs.decode(
+                leg_name,
+                pair.decode,
+                bodies.decode(handover.params),
+                ask.kind.path,
+                request_id=call.request_id,
+                within_s=within_s,
+            )
+            with leg:
+                await leg.accepted()
+                if ask.stream:
+                    failure = await self._stream(ask, call, sink, booking, leg, handover)
+                else:
+                    failure = await self._answer(ask, call, sink, booking, leg, handover)
+            outcome = "ok" if failure is None else "failed"
+            return failure
+        except ClientFault:
+            outcome = "refused"
+            raise
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        finally:
+            self._meters.leg.labels(leg_name, outcome).observe(self._clock.monotonic_s() - began_s)
+            if handover.params and not call.begun:
+                self._later(self._abandon(booking, handover))
+
+    async def _prefill(self, call: Call, booking: Booking, bodies: Bodies) -> Handover:
+        call.stage = "prefill"
+        pair = booking.pair
+        began_s = self._clock.monotonic_s()
+        outcome = "failed"
+        within_s = (
+            pair.predicted_ttft_s * self._bounds.prefill_factor + self._bounds.prefill_slack_s
+        )
+        try:
+            handover = await self._legs.prefill(
+                pair.prefill, bodies, request_id=call.request_id, within_s=within_s
+            )
+            outcome = "ok"
+        except ClientFault:
+            outcome = "refused"
+            raise
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        finally:
+            self._meters.leg.labels("prefill", outcome).observe(self._clock.monotonic_s() - began_s)
+        booking.prefill_done(handover.cached_tokens)
+        self._meters.handovers.labels("handed_over" if handover.params else "missing").inc()
+        return handover
+
+    async def _abandon(self, booking: Booking, handover: Handover) -> None:
+        told = await self._legs.abandon(booking.pair.prefill, handover.params)
+        self._meters.abandoned.labels("told" if told else "left_to_expire").inc()
+
+    async def _answer(
+        self,
+        ask: Ask,
+        call: Call,
+        sink: Sink,
+        booking: Booking,
+        leg: DecodeLeg,
+        handover: Handover,
+    ) -> Failure | None:
+        """An answer in one piece, passed on as it came.
+
+        Its first token is not seen, so that no latency sample is made of it; it attains when it
+        came as early as a stream that meets both SLOs would have ended.
+        """
+        answer, usage = await leg.whole()
+        elapsed_s = self._clock.monotonic_s() - call.arrived_s
+        tokens = (usage.completion_tokens if usage else None) or 0
+        slo = call.slo or self._bounds.slo
+        call.begun = True
+        call.stage = "answer"
+        await sink.start(200, [*JSON_HEADERS, *self._pair_headers(booking, handover)])
+        await sink.send(answer)
+        booking.finished(
+            output_tokens=tokens,
+            ttft_s=None,
+            tpot_s=None,
+            attained=elapsed_s <= slo.ttft_s + slo.tpot_s * max(0, tokens - 1),
+            cached_tokens=handover.cached_tokens,
+        )
+        self._meters.output_tokens.labels(ask.model).inc(tokens)
+        return None
+
+    async def _stream(
+        self,
+        ask: Ask,
+        call: Call,
+        sink: Sink,
+        booking: Booking,
+        leg: DecodeLeg,
+        handover: Handover,
+    ) -> Failure | None:
+        pump = _Pump(self._clock, self._bounds, call, booking, leg)
+        scan = SseScan(keep_usage=ask.include_usage)
+        first = await pump.first(scan)
+        pump.first_token()
+        await sink.start(200, [*STREAM_HEADERS, *self._pair_headers(booking, handover)])
+        call.begun = True
+        call.stage = "stream"
+        self._meters.ttft.labels(ask.model).observe(pump.ttft_s)
+        leg.idle_within(self._bounds.decode_idle_s_max)
+        try:
+            await sink.send(first)
+            await pump.rest(scan, sink)
+        except LegFailed as failed:
+            booking.leg_failed(failed.end.worker_id, failed.why)
+            failure = failed.failure()
+            booking.aborted(str(failed))
+            await sink.send(b"data: " + failure.document() + b"\n\n")
+            return failure
+        if scan.error:
+            booking.aborted("the engine ended the stream with an error")
+            return Failure(500, "server_error", "engine_error", scan.error.decode(errors="replace"))
+        self._finish(ask, call, booking, scan, pump, handover)
+        return None
+
+    def _finish(
+        self,
+        ask: Ask,
+        call: Call,
+        booking: Booking,
+        scan: SseScan,
+        pump: _Pump,
+        handover: Handover,
+    ) -> None:
+        usage = scan.usage
+        told = usage.completion_tokens if usage else None
+        tokens = scan.events if told is None else told
+        tpot_s = pump.tpot_s(tokens)
+        slo = call.slo or self._bounds.slo
+        attained = pump.ttft_s <= slo.ttft_s and (tpot_s is None or tpot_s <= slo.tpot_s)
+        booking.finished(
+            output_tokens=tokens,
+            ttft_s=pump.ttft_s,
+            tpot_s=tpot_s,
+            attained=attained,
+            cached_tokens=handover.cached_tokens,
+        )
+        if tpot_s is not None:
+            self._meters.tpot.labels(ask.model).observe(tpot_s)
+        self._meters.output_tokens.labels(ask.model).inc(tokens)
+
+    def _pair_headers(self, booking: Booking, handover: Handover) -> list[Header]:
+        if not self._show_pair:
+            return []
+        pair = booking.pair
+        how = "local" if pair.local else "kv" if handover.params else "none"
+        return [
+            (b"x-readyplane-prefill", pair.prefill.worker_id.encode("latin-1", "replace")),
+            (b"x-readyplane-decode", pair.decode.worker_id.encode("latin-1", "replace")),
+            (b"x-readyplane-reservation", pair.reservation_id.encode("latin-1", "replace")),
+            (b"x-readyplane-handover", how.encode()),
+        ]
+
+
+class _Pump:
+    """Moves a stream from the decode leg to the client and keeps its times."""
+
+    def __init__(
+        self, clock: Clock, bounds: Bounds, call: Call, booking: Booking, leg: DecodeLeg
+    ) -> None:
+        self._clock = clock
+        self._bounds = bounds
+        self._call = call
+        self._booking = booking
+        self._leg = leg
+        self._first_s = self._last_s = 0.0
+        self._told_events = 0
+        self.ttft_s = 0.0
+
+    async def first(self, scan: SseScan) -> bytes:
+        """The first bytes that hold a token. Raises LegFailed: an error or the end came first."""
+        while True:
+            data = self._feed(scan, await self._next())
+            if scan.error:
+                why = f"it answered with an error ({scan.error[:200].decode(errors='replace')})"
+                raise LegFailed(self._leg.leg, self._leg.end, "engine_error", why)
+            if data and (scan.events or scan.done):
+                return data
+
+    def first_token(self) -> None:
+        """Note the time of the first token and tell it."""
+        now_s = self._clock.monotonic_s()
+        self._first_s = self._last_s = now_s
+        self.ttft_s = now_s - self._call.arrived_s
+        self._booking.first_token(self.ttft_s)
+
+    async def rest(self, scan: SseScan, sink: Sink) -> None:
+        """Everything else, to the end marker. Raises LegFailed."""
+        events = scan.events
+        while not (scan.done or scan.error):
+            data = self._feed(scan, await self._next())
+            if not data:
+                continue
+            if scan.events > events:
+                events = self._booking.output_tokens = scan.events
+                self._last_s = self._clock.monotonic_s()
+                if events - self._told_events >= self._bounds.progress_tokens:
+                    self._told_events = events
+                    self._booking.progress()
+            await sink.send(data)
+        with contextlib.suppress(LegFailed):  # all has come; what ends it lets the connection live
+            while await self._leg.piece():
+                pass
+
+    def tpot_s(self, tokens: int) -> float | None:
+        """Mean seconds per later token, None when there was none."""
+        return (self._last_s - self._first_s) / (tokens - 1) if tokens > 1 else None
+
+    async def _next(self) -> bytes:
+        data = await self._leg.piece()
+        if not data:
+            why = "the stream ended before its end marker"
+            raise LegFailed(self._leg.leg, self._leg.end, "truncated", why)
+        return data
+
+    def _feed(self, scan: SseScan, data: bytes) -> bytes:
+        try:
+            return scan.feed(data)
+        except ValueError as error:
+            raise LegFailed(self._leg.leg, self._leg.end, "unreadable", str(error)) from error
+
+
+def _again(shape: RequestShape) -> RequestShape:
+    """The same request under another id: `route` is idempotent by id, and this is a new pair."""
+    return replace(shape, request_id=f"{shape.request_id}-again")
+
+
+def _detail(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "the client left"
+    if isinstance(error, ReadyplaneError):
+        return failure_of(error).message
+    return str(error) or type(error).__name__
