@@ -33,7 +33,7 @@ class Server:
         table: where `spawn` starts it.
         log_path: where it writes; a refused bind shows there.
         spawn: starts it on the given port.
-        ready: whether it answers there as itself; False is "not yet".
+        absent: why it does not answer there as itself yet; empty when it does.
     """
 
     what: str
@@ -41,7 +41,7 @@ class Server:
     table: ProcessTable
     log_path: Path
     spawn: Callable[[int], Awaitable[int]]
-    ready: Callable[[int], Awaitable[bool]]
+    absent: Callable[[int], Awaitable[str]]
 
 
 def free_port() -> int:
@@ -72,16 +72,34 @@ async def launch(server: Server, *, within_s: float, port_wanted: int | None = N
 
 
 async def _answers(server: Server, port: int, within_s: float) -> bool:
-    """Whether it came to answer; False if it ended instead."""
+    """Whether it came to answer; False if it ended instead.
+
+    Its end is watched beside the question: where a stranger took the port, the question may hang.
+    """
+    why, over = "no word", False
+
+    async def ask() -> None:
+        nonlocal why
+        # A client library may swallow a cancellation that meets its own timeout: hence `over`.
+        while not over and (why := await server.absent(port)):
+            await asyncio.sleep(READY_POLL_EVERY_S)
+
+    asking = asyncio.ensure_future(ask())
+    ending = asyncio.ensure_future(server.table.wait(server.name))
     try:
         async with asyncio.timeout(within_s):
-            while server.table.returncode(server.name) is None:
-                if await server.ready(port) and server.table.returncode(server.name) is None:
-                    return True
-                await asyncio.sleep(READY_POLL_EVERY_S)
+            await asyncio.wait((asking, ending), return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            return False
+        await asking
     except TimeoutError:
-        raise _failed(server, f"did not answer within {within_s:.0f} s") from None
-    return False
+        raise _failed(server, f"did not answer within {within_s:.0f} s ({why})") from None
+    finally:
+        over = True
+        for task in (asking, ending):
+            task.cancel()
+        await asyncio.gather(asking, ending, return_exceptions=True)
+    return True
 
 
 def _failed(server: Server, how: str) -> Unavailable:

