@@ -9,14 +9,6 @@ from pathlib import Path
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import parse
 
-QUICK_POLICY = {
-    "tick_s": 1.0,
-    "min_ready_s": 4.0,
-    "up": {"cooldown_s": 2.0},
-    "down": {"cooldown_s": 3.0, "window_s": 3.0, "hold_s": 6.0},
-    "drain_deadline_s": 40.0,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
@@ -28,8 +20,7 @@ class UpOptions:
         speed: compresses time. duration_s: traffic ends then; None for until Ctrl-C or the end of
             the trace. rate_rps: mean of the built-in workload. seed: of every draw.
         data_dir: keeps data; None for a temporary folder. database_url, redis_url: given stores.
-        page_port, gateway_port: 0 for a free one. model_dir: publish this instead of making the
-            demo model. model_bytes: size of the demo model. workers_max: places for workers.
+        page_port, gateway_port: 0 for a free one. model_bytes: size of the demo model. workers_max: places for workers.
         policy_file: YAML or JSON over the demo's policy. report_file: summary as JSON.
         otlp_endpoint: where traces go; empty is off. log_level: of the services.
     """
@@ -46,7 +37,6 @@ class UpOptions:
     redis_url: str = ""
     page_port: int = 0
     gateway_port: int = 0
-    model_dir: Path | None = None
     model_bytes: int = 300_000_000
     workers_max: int = 12
     policy_file: Path | None = None

@@ -14,7 +14,6 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,32 +24,21 @@ from readyplane.core.errors import InvalidField, NotFound
 from readyplane.kit.auth import TokenCheck
 from readyplane.kit.clock import Clock
 from readyplane.kit.rpc import OPTIONS, Guard
+from readyplane_lab.demo import DEMO_POLICY, MODEL, MODEL_TAG, QUICK_POLICY
 from readyplane_lab.up import actuator_rpc
 from readyplane_lab.up.actuator import LocalActuator, WorkerPlace
 from readyplane_lab.up.address_book import AddressBook, remove_book, write_book
+from readyplane_lab.up.demo_model import DemoModel, make_demo_model
 from readyplane_lab.up.folder import DataFolder, sweep_abandoned
 from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.model import publish_model
-from readyplane_lab.up.options import QUICK_POLICY, UpOptions, merge, read_policy
+from readyplane_lab.up.options import UpOptions, merge, read_policy
 from readyplane_lab.up.pids import start_mark
 from readyplane_lab.up.processes import ProcessTable
 from readyplane_lab.up.services import Services
 from readyplane_lab.up.stores import Stores, connect_or_embed
 
-MODEL = "demo"
-MODEL_TAG = "demo:latest"
-WORKER_CLASS = "h200-slow10"
 RELEASE_GRACE_S = 20.0
-
-DEMO_POLICY: dict[str, object] = {
-    "model": MODEL,
-    "manifest": MODEL_TAG,
-    "slo": {"ttft_s": 2.0, "tpot_s": 0.1},
-    "prefill": {"min": 1, "max": 6, "worker_class": WORKER_CLASS, "profile": WORKER_CLASS},
-    "decode": {"min": 1, "max": 4, "worker_class": WORKER_CLASS, "profile": WORKER_CLASS},
-    "tick_s": 1.0,
-    "t_ready_prior": {"p50_s": 6.0, "p90_s": 10.0, "p99_s": 15.0},
-}
 
 
 @dataclass(slots=True)
@@ -112,8 +100,8 @@ async def running_stack(
         table = await rooms.enter_async_context(ProcessTable(folder.run, on_exit=exited))
         token = secrets.token_hex(16)
         say("starting PostgreSQL and Valkey")
-        model_dir = asyncio.create_task(asyncio.to_thread(_model_dir, options, folder))
-        rooms.callback(model_dir.cancel)
+        making = asyncio.create_task(asyncio.to_thread(_make_model, options, folder))
+        rooms.callback(making.cancel)
         stores = await rooms.enter_async_context(
             await connect_or_embed(
                 folder.pg,
@@ -168,7 +156,7 @@ async def running_stack(
         client = RegistryClient(registry.grpc, token=token)
         try:
             digest = await publish_model(
-                client, await model_dir, model=MODEL, tag=MODEL_TAG, http=registry.http, token=token
+                client, await making, model=MODEL, tag=MODEL_TAG, http=registry.http, token=token
             )
         finally:
             await client.aclose()
@@ -256,13 +244,7 @@ def _profile_of(worker_class: str) -> str:
     return worker_class
 
 
-def _model_dir(options: UpOptions, folder: DataFolder) -> Path:
-    from readyplane_lab.up.demo_model import make_demo_model
-
-    if options.model_dir is not None:
-        if not options.model_dir.is_dir():
-            raise InvalidField("--model", str(options.model_dir), "give a folder with safetensors")
-        return options.model_dir
+def _make_model(options: UpOptions, folder: DataFolder) -> DemoModel:
     return make_demo_model(folder.cache / "demo-model", size_bytes=options.model_bytes)
 
 

@@ -1,0 +1,32 @@
+"""The demo's names and its policy: what `readyplane up` runs and `readyplane replay` simulates.
+
+The worker class is the measured H200 profile slowed by 10, so that a few requests a second need one
+to six prefill and one to four decode workers; at full speed one of each would do, and nothing would
+scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MODEL = "demo"
+MODEL_TAG = "demo:latest"
+WORKER_CLASS = "h200-slow10"
+
+DEMO_POLICY: Mapping[str, object] = {
+    "model": MODEL,
+    "manifest": MODEL_TAG,
+    "slo": {"ttft_s": 2.0, "tpot_s": 0.1},
+    "prefill": {"min": 1, "max": 6, "worker_class": WORKER_CLASS, "profile": WORKER_CLASS},
+    "decode": {"min": 1, "max": 4, "worker_class": WORKER_CLASS, "profile": WORKER_CLASS},
+    "tick_s": 1.0,
+    "t_ready_prior": {"p50_s": 6.0, "p90_s": 10.0, "p99_s": 15.0},
+}
+
+# Shorter times for the self-check of a minute, laid over the policy above.
+QUICK_POLICY: Mapping[str, object] = {
+    "min_ready_s": 4.0,
+    "up": {"cooldown_s": 2.0},
+    "down": {"cooldown_s": 3.0, "window_s": 3.0, "hold_s": 6.0},
+    "drain_deadline_s": 40.0,
+}

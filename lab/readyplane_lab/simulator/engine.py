@@ -1,0 +1,234 @@
+"""A modelled engine on virtual time: the same `EngineModel` that the engine process runs.
+
+Owns turning its events into awaitable legs and into KV events for the router. One timer is set at a
+time, at the model's next event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from readyplane.core.profile import ClassProfile
+from readyplane.core.worker import LoadReport
+from readyplane.kit.clock import Clock
+from readyplane.ports import KvEvent
+from readyplane_agent.engines.modelled.core import EngineModel
+from readyplane_agent.engines.modelled.core_events import (
+    EngineRequest,
+    Finished,
+    KvCleared,
+    KvExpired,
+    KvRemoved,
+    KvStored,
+    KvWanted,
+    PrefillDone,
+    TokensEmitted,
+)
+
+KV_EVENTS_MAX = 65_536
+
+
+class LegFailed(RuntimeError):
+    """An engine could not do its part; `why` says what happened."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(why)
+
+
+@dataclass(slots=True)
+class Leg:
+    """One request on one engine, as its caller sees it. Times are virtual seconds."""
+
+    request: EngineRequest
+    finished: asyncio.Future[Finished]
+    first_token: asyncio.Future[float]
+    kv_wanted: asyncio.Future[KvWanted]
+    cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class _Told:
+    """KV events since they were last fetched, bounded; beyond the bound the worker starts over."""
+
+    events: list[KvEvent] = field(default_factory=list)
+    blocks: int = 0
+
+
+class SimEngine:
+    """One engine of one worker."""
+
+    def __init__(self, profile: ClassProfile, *, block_size: int, clock: Clock) -> None:
+        self.model = EngineModel(
+            profile,
+            block_size=block_size,
+            kv_blocks=max(1, profile.kv_capacity_tokens // block_size),
+        )
+        self.profile = profile
+        self.dead = ""
+        self._clock = clock
+        self._legs: dict[str, Leg] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._told = _Told()
+        self._on_idle: list[asyncio.Future[None]] = []
+
+    def submit(self, request: EngineRequest) -> Leg:
+        """Queue a request.
+
+        Raises:
+            LegFailed: the engine is dead. InvalidField: the request cannot be held at all.
+        """
+        if self.dead:
+            raise LegFailed(self.dead)
+        loop = asyncio.get_running_loop()
+        leg = Leg(request, loop.create_future(), loop.create_future(), loop.create_future())
+        self._legs[request.request_id] = leg
+        self.model.submit(request, self._clock.monotonic_s())
+        self._pump()
+        return leg
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request, running or held."""
+        if not self.dead:
+            self.model.abort(request_id, self._clock.monotonic_s())
+            self._pump()
+
+    def kv_pulled(self, request_id: str) -> bool:
+        """The reader has taken a held KV; False when it is gone."""
+        if self.dead:
+            return False
+        pulled = self.model.kv_pulled(request_id, self._clock.monotonic_s())
+        self._pump()
+        return pulled
+
+    def kv_arrived(self, request_id: str) -> None:
+        """The KV of a D leg is there."""
+        if not self.dead:
+            self.model.kv_arrived(request_id, self._clock.monotonic_s())
+            self._pump()
+
+    def kill(self, why: str) -> None:
+        """The engine is gone: every open leg fails, nothing is answered any more."""
+        self.dead = why
+        if self._timer is not None:
+            self._timer.cancel()
+        for leg in list(self._legs.values()):
+            _fail(why, leg.finished, leg.first_token, leg.kv_wanted)
+        self._legs.clear()
+        self._tell_idle()
+
+    async def idle(self) -> None:
+        """Return when no sequence runs or waits and no KV is held for a reader."""
+        while not self.dead and not self.model.is_idle():
+            future = asyncio.get_running_loop().create_future()
+            self._on_idle.append(future)
+            await future
+
+    def load(self) -> LoadReport:
+        """What the engine says about itself."""
+        stats = self.model.stats()
+        return LoadReport(
+            running=stats.running + stats.loading,
+            waiting=stats.waiting,
+            waiting_prefill_tokens=stats.waiting_prefill_tokens,
+            kv_used_blocks=stats.kv_used_blocks,
+            kv_total_blocks=stats.kv_total_blocks,
+            prefill_tokens_total=stats.computed_tokens_total,
+            decode_tokens_total=stats.generated_tokens_total,
+            cached_tokens_total=stats.cached_tokens_total,
+            preemptions_total=stats.preemptions_total,
+            iterations_total=stats.iterations_total,
+        )
+
+    def take_kv_events(self) -> tuple[KvEvent, ...]:
+        """KV events since the last call, in order."""
+        told, self._told = self._told, _Told()
+        return tuple(told.events)
+
+    # ------------------------------------------------------------------ inside
+
+    def _pump(self) -> None:
+        """Handle what is due and set the timer to what comes next."""
+        now_s = self._clock.monotonic_s()
+        while True:
+            for event in self.model.advance(now_s):
+                self._handle(event)
+            due_s = self.model.next_event_s()
+            if due_s is None or due_s > now_s:
+                break
+        if due_s is None:
+            self._tell_idle()
+        elif due_s < self._timer_at or self._timer is None:
+            self._set_timer(due_s)
+
+    def _set_timer(self, due_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = due_s
+        self._timer = asyncio.get_running_loop().call_at(due_s, self._due)
+
+    def _due(self) -> None:
+        due_s, self._timer, self._timer_at = self._timer_at, None, float("inf")
+        # the loop may stand a rounding error before the model's time
+        for event in self.model.advance(max(due_s, self._clock.monotonic_s())):
+            self._handle(event)
+        self._pump()
+
+    def _handle(self, event: object) -> None:
+        match event:
+            case KvStored(block_hashes=hashes):
+                self._note(KvEvent("stored", hashes))
+            case KvRemoved(block_hashes=hashes):
+                self._note(KvEvent("removed", hashes))
+            case KvCleared():
+                self._note(KvEvent("cleared"))
+            case TokensEmitted(request_id=request_id, at_s=at_s):
+                _set(self._legs, request_id, "first_token", at_s)
+            case KvWanted(request_id=request_id):
+                _set(self._legs, request_id, "kv_wanted", event)
+            case PrefillDone(request_id=request_id, cached_tokens=cached):
+                if (leg := self._legs.get(request_id)) is not None:
+                    leg.cached_tokens = cached
+            case Finished():
+                self._ended(event)
+            case KvExpired():
+                self._tell_idle()
+
+    def _ended(self, event: Finished) -> None:
+        _set(self._legs, event.request_id, "finished", event)
+        leg = self._legs.pop(event.request_id, None)
+        if leg is not None and event.reason in ("abort", "error"):
+            _fail(event.reason, leg.first_token, leg.kv_wanted)
+        self._tell_idle()
+
+    def _note(self, event: KvEvent) -> None:
+        self._told.events.append(event)
+        self._told.blocks += len(event.block_hashes)
+        if self._told.blocks > KV_EVENTS_MAX:
+            self._told = _Told([KvEvent("cleared")])
+
+    def _tell_idle(self) -> None:
+        if self._on_idle and (self.dead or self.model.is_idle()):
+            waiting, self._on_idle = self._on_idle, []
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)
+
+
+def _set(legs: dict[str, Leg], request_id: str, name: str, value: object) -> None:
+    leg = legs.get(request_id)
+    if leg is None:
+        return
+    future: asyncio.Future[object] = getattr(leg, name)
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(why: str, *futures: asyncio.Future[Any]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(LegFailed(why))
+            future.exception()  # looked at: nobody may be waiting for it

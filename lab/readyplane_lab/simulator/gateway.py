@@ -1,0 +1,278 @@
+"""The gateway on virtual time: route, P leg, hand-over, D leg, one re-pair, one outcome each.
+
+The same steps as `readyplane_gateway`, with engines called directly and the KV moved over modelled
+links that share their bandwidth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from readyplane.core.errors import NoPair, ReadyplaneError
+from readyplane.core.profile import LinkClass
+from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, sequence_hashes
+from readyplane.kit.clock import Clock
+from readyplane.ports import Pair, Router
+from readyplane_agent.engines.modelled.core_events import EngineRequest, Finished, RequestMode
+from readyplane_lab.simulator.engine import LegFailed, SimEngine
+from readyplane_lab.simulator.worker import BLOCK_SIZE, SimWorker
+from readyplane_lab.workload.request import WorkloadRequest, prompt_tokens
+
+REPAIRS_MAX = 1
+MAX_TOKENS_BOUND = 2048
+REQUEST_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One request's end. Latencies in seconds, None where there were none."""
+
+    index: int
+    at_s: float
+    isl: int
+    osl: int
+    outcome: str
+    ttft_s: float | None
+    tpot_s: float | None
+    attained: bool
+    cached_tokens: int
+    repaired: bool
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class _Links:
+    """Transfers under way per sending and receiving worker: they share bandwidth."""
+
+    open: Counter[str] = field(default_factory=Counter)
+
+
+class SimGateway:
+    """Serves one model."""
+
+    def __init__(
+        self,
+        router: Router,
+        workers: Mapping[str, SimWorker],
+        *,
+        model: str,
+        slo: Slo,
+        link: LinkClass,
+        kv_bytes_per_token: int,
+        clock: Clock,
+    ) -> None:
+        self.records: list[Record] = []
+        self.open = 0
+        self._router = router
+        self._workers = workers
+        self._model = model
+        self._slo = slo
+        self._link = link
+        self._kv_bytes_per_token = kv_bytes_per_token
+        self._clock = clock
+        self._links = _Links()
+
+    async def serve(self, request: WorkloadRequest) -> None:
+        """Serve one request; it ends in exactly one record, whatever happens."""
+        self.open += 1
+        began_s = self._clock.monotonic_s()
+        tokens = prompt_tokens(request).astype(np.dtype("<u4")).tobytes()
+        shape = RequestShape(
+            request_id=f"r{request.index}",
+            model=self._model,
+            isl=request.isl,
+            token_ids=tokens,
+            max_tokens=max(MAX_TOKENS_BOUND, request.osl),
+            priority=request.priority,
+            tenant=request.tenant,
+        )
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                record = await self._attempts(request, shape, began_s)
+        except TimeoutError:
+            record = self._miss(request, "timed_out", "no end in time")
+        finally:
+            self.open -= 1
+        self.records.append(record)
+
+    async def _attempts(
+        self, request: WorkloadRequest, shape: RequestShape, began_s: float
+    ) -> Record:
+        replaces = ""
+        avoid: tuple[str, ...] = ()
+        for attempt in range(REPAIRS_MAX + 1):
+            try:
+                pair = await self._router.route(shape, replaces=replaces, avoid=avoid)
+            except NoPair as error:
+                return self._miss(request, "refused", str(error))
+            except ReadyplaneError as error:
+                return self._miss(request, "failed", str(error))
+            failed = _Failed()
+            try:
+                return await self._legs(request, shape, pair, began_s, failed, bool(attempt))
+            except LegFailed as error:
+                await self._tell(
+                    pair, EventKind.LEG_FAILED, failed_worker_id=failed.worker_id, detail=error.why
+                )
+                if failed.too_late:
+                    return self._miss(request, "failed", error.why)
+                replaces, avoid = pair.reservation_id, (failed.worker_id,)
+            except BaseException:
+                await self._tell(pair, EventKind.ABORTED, detail="client left")
+                self._drop(pair, shape.request_id)
+                raise
+        return self._miss(request, "failed", "both attempts failed")
+
+    async def _legs(
+        self,
+        request: WorkloadRequest,
+        shape: RequestShape,
+        pair: Pair,
+        began_s: float,
+        failed: _Failed,
+        repaired: bool,
+    ) -> Record:
+        hashes = sequence_hashes(shape.token_ids, BLOCK_SIZE)
+        failed.worker_id = pair.prefill.worker_id
+        if pair.local:
+            mode = RequestMode.LOCAL
+            leg = self._engine(pair.prefill.worker_id).submit(
+                _engine_request(request, shape.request_id, hashes, mode)
+            )
+        else:
+            p_engine = self._engine(pair.prefill.worker_id)
+            p_leg = p_engine.submit(
+                _engine_request(request, shape.request_id, hashes, RequestMode.REMOTE_DECODE)
+            )
+            await p_leg.finished
+            await self._tell(pair, EventKind.PREFILL_DONE, cached_tokens=p_leg.cached_tokens)
+            failed.worker_id = pair.decode.worker_id
+            d_engine = self._engine(pair.decode.worker_id)
+            leg = d_engine.submit(
+                _engine_request(
+                    request, f"{shape.request_id}-d", hashes, RequestMode.REMOTE_PREFILL
+                )
+            )
+            wanted = await leg.kv_wanted
+            failed.worker_id = pair.prefill.worker_id
+            await self._transfer(pair, wanted.tokens)
+            if not p_engine.kv_pulled(shape.request_id):
+                d_engine.abort(f"{shape.request_id}-d")
+                raise LegFailed("the KV was no longer held by the prefill worker")
+            failed.worker_id = pair.decode.worker_id
+            d_engine.kv_arrived(f"{shape.request_id}-d")
+            leg.cached_tokens = p_leg.cached_tokens
+        first_s = await leg.first_token
+        failed.too_late = True
+        await self._tell(pair, EventKind.FIRST_TOKEN, ttft_s=first_s - began_s, output_tokens=1)
+        finished = await leg.finished
+        return await self._finished(
+            request, pair, leg.cached_tokens or 0, began_s, first_s, finished, repaired
+        )
+
+    async def _finished(
+        self,
+        request: WorkloadRequest,
+        pair: Pair,
+        cached_tokens: int,
+        began_s: float,
+        first_s: float,
+        finished: Finished,
+        repaired: bool,
+    ) -> Record:
+        ttft_s = first_s - began_s
+        later = finished.output_tokens - 1
+        tpot_s = (finished.at_s - first_s) / later if later > 0 else 0.0
+        attained = ttft_s <= self._slo.ttft_s and tpot_s <= self._slo.tpot_s
+        await self._tell(
+            pair,
+            EventKind.FINISHED,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            output_tokens=finished.output_tokens,
+            attained=attained,
+        )
+        return Record(
+            index=request.index,
+            at_s=request.at_s,
+            isl=request.isl,
+            osl=finished.output_tokens,
+            outcome="finished",
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            attained=attained,
+            cached_tokens=cached_tokens,
+            repaired=repaired,
+        )
+
+    async def _transfer(self, pair: Pair, tokens: int) -> None:
+        ends = (pair.prefill.worker_id, pair.decode.worker_id)
+        for end in ends:
+            self._links.open[end] += 1
+        sharers = max(self._links.open[end] for end in ends)
+        try:
+            size = float(tokens * self._kv_bytes_per_token)
+            await self._clock.sleep(self._link.transfer_s(size, sharers=sharers))
+        finally:
+            for end in ends:
+                self._links.open[end] -= 1
+
+    def _engine(self, worker_id: str) -> SimEngine:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            raise LegFailed(f"{worker_id} is gone")
+        return worker.engine
+
+    def _drop(self, pair: Pair, request_id: str) -> None:
+        for worker_id, name in (
+            (pair.prefill.worker_id, request_id),
+            (pair.decode.worker_id, f"{request_id}-d"),
+        ):
+            if (worker := self._workers.get(worker_id)) is not None:
+                worker.engine.abort(name)
+
+    async def _tell(self, pair: Pair, kind: EventKind, **facts: object) -> None:
+        await self._router.complete(
+            [RequestEvent(pair.reservation_id, kind, **facts)]  # type: ignore[arg-type]
+        )
+
+    def _miss(self, request: WorkloadRequest, outcome: str, why: str) -> Record:
+        return Record(
+            index=request.index,
+            at_s=request.at_s,
+            isl=request.isl,
+            osl=0,
+            outcome=outcome,
+            ttft_s=None,
+            tpot_s=None,
+            attained=False,
+            cached_tokens=0,
+            repaired=False,
+            detail=why,
+        )
+
+
+@dataclass(slots=True)
+class _Failed:
+    """Which end would be to blame now, and whether the client has seen a token."""
+
+    worker_id: str = ""
+    too_late: bool = False
+
+
+def _engine_request(
+    request: WorkloadRequest, request_id: str, hashes: tuple[int, ...], mode: RequestMode
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        prompt_tokens=request.isl,
+        output_tokens=request.osl,
+        block_hashes=hashes,
+        mode=mode,
+        finish_reason="stop",
+    )
