@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from readyplane.core.errors import PromptTooLong, ReadyplaneError, Unavailable
@@ -117,9 +117,12 @@ class Proxy:
         token_ids = await self._tokens.of(ask, urls, facts.tokenizer)
         shape = self._shape(ask, call, facts, token_ids)
         call.stage = "route"
-        booking = self._book(call, await self._route(call, shape))
+        booking = self._book(call, await self._route(shape))
         try:
             return await self._serve_booked(ask, call, sink, shape, booking, token_ids)
+        except LegFailed as failed:
+            call.bookings[-1].leg_failed(failed.end.worker_id, failed.why, busy=failed.busy)
+            raise
         except BaseException as error:
             for open_booking in call.bookings:
                 open_booking.aborted(_detail(error))
@@ -155,10 +158,9 @@ class Proxy:
 
     async def _route(
         self,
-        call: Call,
         shape: RequestShape,
         *,
-        old: Booking | None = None,
+        replaces: str = "",
         avoid: Sequence[str] = (),
     ) -> Pair:
         """A pair; a router that is away is asked again within `router_wait_s_max`.
@@ -170,7 +172,7 @@ class Proxy:
         pause_s = RETRY_FIRST_S
         while True:
             try:
-                return await self._ask_router(call, shape, old, avoid)
+                return await self._ask_router(shape, replaces, avoid)
             except Unavailable as error:
                 self._meters.router_waits.labels("route").inc()
                 if self._clock.monotonic_s() + pause_s > give_up_s:
@@ -179,32 +181,22 @@ class Proxy:
                 await self._clock.sleep(pause_s)
                 pause_s = min(RETRY_S_MAX, pause_s * 2)
 
-    async def _ask_router(
-        self, call: Call, shape: RequestShape, old: Booking | None, avoid: Sequence[str]
-    ) -> Pair:
+    async def _ask_router(self, shape: RequestShape, replaces: str, avoid: Sequence[str]) -> Pair:
         """One call. When the client leaves meanwhile, what the router has reserved is given back."""
-        replaces = old.pair.reservation_id if old is not None else ""
         asking = asyncio.ensure_future(self._router.route(shape, replaces=replaces, avoid=avoid))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
-            if old is not None:  # whether it was replaced is known when the answer is
-                call.bookings.remove(old)
-            self._later(self._give_back(asking, old))
+            self._later(self._give_back(asking))
             raise
 
-    async def _give_back(self, asking: asyncio.Future[Pair], old: Booking | None) -> None:
+    async def _give_back(self, asking: asyncio.Future[Pair]) -> None:
         """An answer under way is waited for; a request that queues in the router is taken out."""
-        why = "the client left while it was being paired"
         await asyncio.wait({asking}, timeout=self._bounds.route_grace_s)
         asking.cancel()
         with contextlib.suppress(asyncio.CancelledError, ReadyplaneError):
             pair = await asking
-            if old is not None:
-                old.replaced()
-            Booking(pair, self._reporter).aborted(why)
-        if old is not None:
-            old.aborted(why)
+            Booking(pair, self._reporter).aborted("the client left while it was being paired")
 
     async def _repair(
         self, call: Call, shape: RequestShape, booking: Booking, failed: LegFailed
@@ -212,14 +204,15 @@ class Proxy:
         """Another pair instead of one of which a leg failed. Raises LegFailed when there is none."""
         self._meters.repairs.labels(failed.leg, failed.trouble).inc()
         log.info("re-pairing", extra={"request_id": call.request_id, "why": str(failed)})
-        if not failed.busy:
-            booking.leg_failed(failed.end.worker_id, failed.why)
+        booking.leg_failed(failed.end.worker_id, failed.why, busy=failed.busy)
         call.stage = "route"
-        # What is known of the old pair must be told before it is released.
+        # What is known of the old pair must be told before it is replaced.
         await self._reporter.flush(FLUSH_BEFORE_REPAIR_S)
         try:
             pair = await self._route(
-                call, _again(shape), old=booking, avoid=(failed.end.worker_id,)
+                shape,
+                replaces=booking.pair.reservation_id,
+                avoid=(failed.end.worker_id,),
             )
         except PromptTooLong:
             raise
@@ -227,7 +220,6 @@ class Proxy:
             log.info("no other pair", extra={"request_id": call.request_id, "why": str(error)})
             failed.why = f"{failed.why}; {error}"
             raise failed from error
-        booking.replaced()
         return self._book(call, pair)
 
     # ------------------------------------------------------------------ legs
@@ -276,7 +268,7 @@ class Proxy:
                 pair.decode,
                 bodies.decode(handover.params),
                 ask.kind.path,
-                request_id=call.request_id,
+                request_id=pair.reservation_id,
                 within_s=within_s,
             )
             with leg:
@@ -308,7 +300,7 @@ class Proxy:
         )
         try:
             handover = await self._legs.prefill(
-                pair.prefill, bodies, request_id=call.request_id, within_s=within_s
+                pair.prefill, bodies, request_id=pair.reservation_id, within_s=within_s
             )
             outcome = "ok"
         except ClientFault:
@@ -381,9 +373,8 @@ class Proxy:
             await sink.send(first)
             await pump.rest(scan, sink)
         except LegFailed as failed:
-            booking.leg_failed(failed.end.worker_id, failed.why)
+            booking.leg_failed(failed.end.worker_id, failed.why, busy=failed.busy)
             failure = failed.failure()
-            booking.aborted(str(failed))
             await sink.send(b"data: " + failure.document() + b"\n\n")
             return failure
         if scan.error:
@@ -497,11 +488,6 @@ class _Pump:
             return scan.feed(data)
         except ValueError as error:
             raise LegFailed(self._leg.leg, self._leg.end, "unreadable", str(error)) from error
-
-
-def _again(shape: RequestShape) -> RequestShape:
-    """The same request under another id: `route` is idempotent by id, and this is a new pair."""
-    return replace(shape, request_id=f"{shape.request_id}-again")
 
 
 def _detail(error: BaseException) -> str:

@@ -117,7 +117,7 @@ class Reporter:
 
 
 class Booking:
-    """One reservation and its end: finished, aborted or replaced, exactly once.
+    """One reservation and its end: finished, aborted or leg_failed, exactly once.
 
     While it runs and nothing else is told, a PROGRESS event every few seconds keeps it from
     expiring, whatever stage its request is in.
@@ -167,15 +167,19 @@ class Booking:
             )
         )
 
-    def leg_failed(self, worker_id: str, detail: str) -> None:
-        """A worker failed (not: was busy, or refused what the client sent)."""
-        self._tell(
+    def leg_failed(self, worker_id: str, detail: str, *, busy: bool) -> None:
+        """A leg failed, which ends the reservation; a worker that was busy is not blamed (B70)."""
+        if not self._end("leg_failed"):
+            return
+        self._reporter.tell(
             RequestEvent(
                 self.pair.reservation_id,
                 EventKind.LEG_FAILED,
+                output_tokens=self.output_tokens,
                 failed_worker_id=worker_id,
-                detail=detail[:400],
-            )
+                detail=("busy: " if busy else "") + detail[:400],
+            ),
+            now=True,
         )
 
     def finished(
@@ -215,10 +219,6 @@ class Booking:
             ),
             now=True,
         )
-
-    def replaced(self) -> None:
-        """The router has released it in exchange for another."""
-        self._end("replaced")
 
     def _end(self, how: str) -> bool:
         if self.ended:
