@@ -294,6 +294,18 @@ def test_a_preempted_decode_leg_is_computed_again_where_it_is() -> None:
     assert {e.request_id: e.output_tokens for e in of(events, Finished)} == {"a": 100, "b": 60}
 
 
+def test_the_last_sequence_yields_to_a_held_kv_and_comes_back() -> None:
+    model = engine(kv_blocks=16)
+    model.submit(EngineRequest("a", 100, 60), 0.0)
+    model.submit(EngineRequest("held", 113, 1, mode=RequestMode.REMOTE_DECODE), 0.0)
+    events = model.advance(5.0)
+    assert [e.request_id for e in of(events, Preempted)] == ["a"]
+    assert model.next_event_s() == pytest.approx(0.213 + 30.0, abs=0.1)
+    model.kv_pulled("held", 6.0)
+    (done,) = of(drain(model), Finished)
+    assert (done.request_id, done.output_tokens) == ("a", 60)
+
+
 def test_sequences_beyond_the_limit_wait() -> None:
     model = engine(max_num_seqs=2)
     for i in range(3):

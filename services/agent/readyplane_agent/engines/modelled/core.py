@@ -435,7 +435,9 @@ class EngineModel:
             sequence = self._arrived.popleft()
             self._join(sequence, sequence.request.prompt_tokens - 1)
         self._make_room()
-        if self._no_admission_at != self._iteration:
+        # Who was just preempted must not come back at once; but where nobody decodes any more, no
+        # later iteration would ask again.
+        if self._no_admission_at != self._iteration or not self._decoding:
             self._admit()
         decoding = len(self._decoding)
         chunk = 0
