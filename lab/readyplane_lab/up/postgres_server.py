@@ -367,7 +367,7 @@ async def _take(lock: int, cluster: Path) -> None:
 async def _end_backends(cluster: Path) -> None:
     """After our server's end: its backends go by themselves, or are found by the lock they hold."""
     with _lock_file(cluster) as lock:
-        if False and not await _within(BACKENDS_GRACE_S, _locked(lock)):
+        if not await _within(BACKENDS_GRACE_S, _locked(lock)):
             for pid, mark in holders(cluster / "lock"):
                 signal_exactly(pid, mark, signal.SIGKILL)
             await _within(UNUSED_S_MAX, _locked(lock))
