@@ -1,61 +1,26 @@
 """One model's desk: its seats, its queue, what it has promised, and what it has seen.
 
-Owns the synchronous half of routing. It asks the pairing brain, books what was chosen on the
-seats at once (so that the next request sees it), and books it back when events say so. It does no
-I/O: the service makes a booking binding in the store, or has it undone.
+Owns the synchronous half of routing: the queue, and what events mean. It asks the pairing brain
+and books what was chosen at once, so that the next request sees it. It does no I/O: the service
+makes a booking binding in the store, or has it undone.
 """
 
 from __future__ import annotations
 
 import asyncio
 from bisect import insort
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from readyplane.core.errors import NoCompatiblePair, NoPair, Overloaded, PromptTooLong
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, sequence_hashes
-from readyplane.core.worker import Role
 from readyplane.ports import Pair
-from readyplane_router import circuit
-from readyplane_router.pair import Ask, Chosen, Seat, Shed, Terms, Wait, decide
+from readyplane_router.bookings import PREFILL_SIDE, Bookings, Held, Owed
+from readyplane_router.pair import Ask, Chosen, Shed, Wait, decide
 from readyplane_router.policy import RouterPolicy
-from readyplane_router.prefix import PrefixIndex
 from readyplane_router.signals import Correction, Counters, Lengths, Window
 from readyplane_router.store import ALL_SIDES
 
 RETRY_AFTER_MAX_S = 30.0
-FREEZE_AFTER_CHANGE_S = 5.0
-PREFILL_SIDE, DECODE_SIDE = 0, 1
-
-
-@dataclass(slots=True)
-class Held:
-    """A booked pair until both ends are free again."""
-
-    reservation_id: str
-    isl: int
-    uncached_tokens: int
-    max_tokens: int | None
-    prefill: Seat
-    decode: Seat
-    terms: Terms
-    prefill_cached: int
-    decode_cached: int
-    prefill_blocks: int
-    decode_blocks: int
-    waited_s: float
-    sent_s: float
-    emitted: int = 0
-    prefilling: bool = True
-    reading: bool = True  # the prefill end's KV is still needed
-    in_store: bool = False
-    first_token_seen: bool = False
-    pair: Pair | None = None
-
-    @property
-    def local(self) -> bool:
-        """Both ends are one worker."""
-        return self.prefill is self.decode
 
 
 @dataclass(slots=True, eq=False)
@@ -81,36 +46,17 @@ class Waiting:
         return self.rank < other.rank
 
 
-@dataclass(slots=True)
-class Owed:
-    """What the store must be told after some events."""
-
-    releases: list[tuple[str, int]] = field(default_factory=list)
-    grows: list[tuple[str, int, int]] = field(default_factory=list)
-
-
-class Desk:
+class Desk(Bookings):
     """Everything about one model that one router keeps in memory."""
 
     def __init__(self, model: str, policy: RouterPolicy) -> None:
         """Empty."""
-        self.model = model
-        self.policy = policy
-        self.index = PrefixIndex(policy.prefix)
-        self.seats: dict[str, Seat] = {}
-        self.prefills: list[Seat] = []
-        self.decodes: list[Seat] = []
-        self.circuits: dict[str, circuit.Circuit] = {}
-        self.held: dict[str, Held] = {}
+        super().__init__(model, policy)
         self.queue: list[Waiting] = []
-        self.waiting: dict[
-            str, Waiting
-        ] = {}  # every request not yet answered, queued or being booked
+        self.waiting: dict[str, Waiting] = {}  # not yet answered: queued, or being booked
         self.queued_tokens = 0
-        self.touched: set[str] = set()
         self.counters = Counters()
         self.lengths = Lengths(half_life=policy.lengths_half_life, quantile=policy.output_quantile)
-        self.corrections: dict[str, Correction] = {}
         self.windows = {
             name: Window(policy.window_s, policy.window_samples_max)
             for name in ("ttft_actual", "ttft_predicted", "tpot_actual", "tpot_predicted")
@@ -118,66 +64,7 @@ class Desk:
         self.refusals: dict[str, int] = {}
         self.take_conflicts = 0
         self.expired = 0
-        self._picks = 0
         self._arrivals = 0
-
-    # ------------------------------------------------------------------------ seats
-
-    def seat_worker(self, seat: Seat, *, now_s: float) -> None:
-        """A worker passed the gate."""
-        self.seats[seat.key] = seat
-        if seat.role.serves(Role.PREFILL):
-            self.prefills.append(seat)
-        if seat.role.serves(Role.DECODE):
-            self.decodes.append(seat)
-        self.index.add(seat.key, blocks_max=seat.kv_total_blocks)
-        self.circuits.setdefault(seat.key, circuit.Circuit())
-        self._capacity_changed(now_s)
-
-    def unseat_worker(self, key: str, *, now_s: float) -> list[str]:
-        """A worker is gone; returns the reservations that it takes with it."""
-        seat = self.seats.pop(key, None)
-        self.index.drop(key)
-        self.circuits.pop(key, None)
-        if seat is None:
-            return []
-        self.prefills = [s for s in self.prefills if s is not seat]
-        self.decodes = [s for s in self.decodes if s is not seat]
-        lost = [rid for rid, h in self.held.items() if self._needs(h, seat)]
-        for reservation_id in lost:
-            self.drop(reservation_id, now_s=now_s)
-        self._capacity_changed(now_s)
-        return lost
-
-    def abort_on(self, key: str, *, now_s: float) -> list[str]:
-        """Give up what a worker still has (its drain deadline has passed); counted as aborted."""
-        seat = self.seats.get(key)
-        lost = [] if seat is None else [r for r, h in self.held.items() if self._needs(h, seat)]
-        for reservation_id in lost:
-            self.drop(reservation_id, now_s=now_s)
-            self.counters.aborted += 1
-        return lost
-
-    def look_at_circuits(self, *, now_s: float) -> None:
-        """Shut or open seats by their circuit; other reasons for being shut are left alone."""
-        for key, seat in self.seats.items():
-            state = circuit.looked_at(
-                self.circuits[key], now_s=now_s, open_s=self.policy.circuit_open_s
-            )
-            self.circuits[key] = state
-            if circuit.passes(state):
-                if seat.shut.startswith("circuit"):
-                    seat.shut = ""
-            elif not seat.shut:
-                seat.shut = f"circuit {state.state}"
-
-    @staticmethod
-    def _needs(held: Held, seat: Seat) -> bool:
-        return held.decode is seat or (held.prefill is seat and held.reading)
-
-    def _capacity_changed(self, now_s: float) -> None:
-        for correction in self.corrections.values():
-            correction.freeze(now_s + FREEZE_AFTER_CHANGE_S)
 
     # ------------------------------------------------------------------------ queue
 
@@ -259,7 +146,14 @@ class Desk:
         verdict = self.verdict(entry, now_s=now_s)
         if isinstance(verdict, Chosen):
             self.withdraw(entry)
-            held = self.book(entry, verdict, now_s=now_s)
+            held = self.book(
+                entry.reservation_id,
+                entry.shape,
+                verdict,
+                hashes=self.hashes(entry, verdict.prefill.block_size),
+                waited_s=now_s - entry.arrived_s,
+                now_s=now_s,
+            )
             if entry.granted.done():  # its client has left just now
                 self.drop(held.reservation_id, now_s=now_s)
             else:
@@ -359,98 +253,6 @@ class Desk:
         self.counters.refused += 1
         self.refusals[kind] = self.refusals.get(kind, 0) + 1
 
-    # ------------------------------------------------------------------------ bookings
-
-    def book(self, entry: Waiting, chosen: Chosen, *, now_s: float) -> Held:
-        """Book a pair on its seats."""
-        p, d, terms = chosen.prefill, chosen.decode, chosen.terms
-        shape = entry.shape
-        uncached = shape.isl - chosen.prefill_cached
-        held = Held(
-            entry.reservation_id,
-            shape.isl,
-            uncached,
-            shape.max_tokens,
-            p,
-            d,
-            terms,
-            chosen.prefill_cached,
-            chosen.decode_cached,
-            chosen.prefill_blocks,
-            chosen.decode_blocks,
-            now_s - entry.arrived_s,
-            now_s,
-        )
-        self.held[entry.reservation_id] = held
-        self._picks += 1
-        p.last_used = d.last_used = self._picks
-        if not p.works:
-            p.head_since_s = now_s
-        p.works[entry.reservation_id] = terms.prefill_s
-        p.work_s += terms.prefill_s
-        p.prefill_tokens += uncached
-        d.sequences += 1
-        d.decoding += 1
-        d.assigned += 1
-        d.kv_tokens += shape.isl
-        d.kv_blocks += chosen.decode_blocks
-        if p is not d:
-            p.sequences += 1
-            p.assigned += 1
-            p.kv_blocks += chosen.prefill_blocks
-        self.index.guess(p.key, self.hashes(entry, p.block_size), now_s=now_s)
-        for seat in (p, d):
-            state = self.circuits.get(seat.key)
-            if state is not None and state.state == circuit.HALF_OPEN:
-                self.circuits[seat.key] = replace(state, probing=True)
-                seat.shut = "circuit half_open, probe under way"
-        return held
-
-    def drop(self, reservation_id: str, *, now_s: float) -> Held | None:
-        """Book everything back that is still booked; None when nothing is."""
-        held = self.held.pop(reservation_id, None)
-        if held is None:
-            return None
-        self.touched.discard(reservation_id)
-        self._prefill_over(held, now_s)
-        self._read_over(held)
-        d = held.decode
-        d.sequences -= 1
-        d.decoding -= 1
-        d.assigned -= 1
-        d.kv_blocks -= held.decode_blocks
-        d.kv_tokens = d.kv_tokens - held.isl - held.emitted if d.decoding else 0.0
-        for seat in (held.prefill, d):
-            state = self.circuits.get(seat.key)
-            if state is not None and state.probing:  # the probe ended without a verdict
-                self.circuits[seat.key] = replace(state, probing=False)
-        return held
-
-    def _prefill_over(self, held: Held, now_s: float) -> None:
-        if not held.prefilling:
-            return
-        held.prefilling = False
-        p = held.prefill
-        head = next(iter(p.works), None)
-        p.work_s -= p.works.pop(held.reservation_id, 0.0)
-        if head == held.reservation_id:
-            p.head_since_s = now_s
-        if not p.works:
-            p.work_s = 0.0
-        p.prefill_tokens -= held.uncached_tokens
-        if not held.local:
-            p.sequences -= 1
-            held.decode.transfers += held.reading
-
-    def _read_over(self, held: Held) -> None:
-        if not held.reading:
-            return
-        held.reading = False
-        if not held.local:
-            held.prefill.kv_blocks -= held.prefill_blocks
-            held.prefill.assigned -= 1
-            held.decode.transfers -= 1
-
     # ------------------------------------------------------------------------ events
 
     def event(self, event: RequestEvent, owed: Owed, *, now_s: float) -> bool:
@@ -459,6 +261,7 @@ class Desk:
         if held is None:
             return False
         self.touched.add(event.reservation_id)
+        held.heard_s = now_s
         self._latencies(event, held, now_s)
         kind = event.kind
         if kind is EventKind.PREFILL_DONE:
@@ -483,21 +286,6 @@ class Desk:
             owed.releases.append((event.reservation_id, ALL_SIDES))
         return True
 
-    def leg_failed(self, event: RequestEvent, *, now_s: float) -> None:
-        """Hold a failed leg against the worker, unless it was only busy (field report B70)."""
-        if event.detail.startswith("busy"):
-            return
-        for key, seat in self.seats.items():
-            if seat.worker_id == event.failed_worker_id:
-                self.circuits[key] = circuit.failed(
-                    self.circuits[key],
-                    now_s=now_s,
-                    failures_max=self.policy.circuit_failures_max,
-                    window_s=self.policy.circuit_window_s,
-                )
-                self.look_at_circuits(now_s=now_s)
-                return
-
     def _prefill_done(self, held: Held, owed: Owed, now_s: float) -> None:
         if not held.prefilling:
             return
@@ -516,20 +304,6 @@ class Desk:
         self._succeeded(held.decode)
         if not held.local:
             self.counters.handovers += 1
-
-    def _emitted(self, held: Held, tokens: int, owed: Owed) -> None:
-        more = tokens - held.emitted
-        if more <= 0:
-            return
-        held.emitted = tokens
-        held.decode.kv_tokens += more
-        size = held.decode.block_size
-        if held.isl + tokens >= held.decode_blocks * size:
-            blocks = -(-self.policy.grow_tokens // size)
-            held.decode_blocks += blocks
-            held.decode.kv_blocks += blocks
-            side = PREFILL_SIDE if held.local else DECODE_SIDE
-            owed.grows.append((held.reservation_id, side, blocks))
 
     def _finish(self, held: Held, event: RequestEvent, now_s: float) -> None:
         self.counters.finished += 1
@@ -558,21 +332,6 @@ class Desk:
             now_s=now_s,
         )
         seat.prefill_factor = correction.factor
-
-    def _succeeded(self, seat: Seat) -> None:
-        state = self.circuits.get(seat.key)
-        if state is not None and (state.failures or state.state != circuit.CLOSED):
-            self.circuits[seat.key] = circuit.succeeded(state)
-            if seat.shut.startswith("circuit") and circuit.passes(self.circuits[seat.key]):
-                seat.shut = ""
-
-    def prefilling(self) -> Iterator[Held]:
-        """Requests whose prompt is being computed."""
-        return (held for held in self.held.values() if held.prefilling)
-
-    def decoding(self) -> Iterator[Held]:
-        """Requests handed over or being handed over."""
-        return (held for held in self.held.values() if not held.prefilling)
 
 
 def _kind(regime: str) -> str:

@@ -34,6 +34,7 @@ class Member:
 
     Attributes:
         mine: its session is with this router. dirty: renewed since the store was last told.
+        past: incarnations of this worker id that were fenced.
         moved_s: when its iteration counter last moved (or it had nothing to do).
         leave_at_s: end of its drain deadline.
     """
@@ -63,6 +64,13 @@ class Member:
     ready_wall_s: float | None = None
     provisioned_wall_s: float | None = None
     draining_wall_s: float | None = None
+    past: tuple[str, ...] = ()
+
+    def past_with(self, successor: str) -> tuple[str, ...]:
+        """Fenced incarnations of this worker id once `successor` has taken over."""
+        if successor == self.offer.incarnation:
+            return self.past
+        return (*self.past, self.offer.incarnation)[-lease.INCARNATIONS_KEPT :]
 
     @property
     def key(self) -> str:

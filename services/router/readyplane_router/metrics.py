@@ -122,7 +122,7 @@ class RouterCollector(Collector):
         yield from self._membership()
 
     def _pools(self) -> Iterator[Metric]:
-        fleet = self._service.members.fleet()
+        fleet = self._service.roster.fleet()
         groups: dict[tuple[str, ...], list[Worker]] = {}
         for worker in fleet.workers.values():
             if worker.state is not WorkerState.GONE:
@@ -229,10 +229,11 @@ class RouterCollector(Collector):
         events = _counter("router_leases", "What became of leases, by event", ("event",))
         for name, count in members.counts.items():
             events.add_metric((name,), count)
+        events.add_metric(("store_absences",), self._service.link.absences)
         answering = _gauge("router_store_answering", "Whether the store answers: 1 or 0", ())
-        answering.add_metric((), float(members.answering))
+        answering.add_metric((), float(self._service.link.answering))
         routers = _gauge("router_instances", "Routers that share the store", ())
-        routers.add_metric((), members.routers)
+        routers.add_metric((), self._service.link.routers)
         yield from (events, answering, routers)
 
 

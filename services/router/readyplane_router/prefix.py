@@ -82,8 +82,13 @@ class PrefixIndex:
         return len(self._masks)
 
     def add(self, key: str, *, blocks_max: int) -> None:
-        """Know an incarnation; at most `blocks_max` of its blocks are kept. Idempotent."""
-        if key in self._holders:
+        """Know an incarnation; at most `blocks_max` of its blocks are kept. Idempotent.
+
+        A smaller bound than before takes its place.
+        """
+        known = self._holders.get(key)
+        if known is not None:
+            known.blocks_max = max(1, min(known.blocks_max, blocks_max))
             return
         position = self._free_bits.pop() if self._free_bits else len(self._holders)
         holder = _Holder(key, 1 << position, max(1, blocks_max))

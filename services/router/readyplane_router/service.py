@@ -10,44 +10,51 @@ virtual time with memory twins.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from readyplane.core.errors import (
-    InvalidField,
-    NoPair,
     NotFound,
     Overloaded,
     ReadyplaneError,
     Unavailable,
 )
 from readyplane.core.profile import ClassProfile
-from readyplane.core.work import EventKind, RequestEvent, RequestShape
+from readyplane.core.work import RequestEvent, RequestShape
 from readyplane.core.worker import CheckResult, Fleet, Lease, Serving, Worker, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import (
-    End,
     GateVerdict,
     GroupStatus,
-    LatencyWindow,
-    ModelSignals,
     Pair,
     RankReport,
     Renewal,
     RenewalAnswer,
     RouterSignals,
 )
-from readyplane_router.desk import Desk, Held, Owed, Waiting
+from readyplane_router.admission import Admission, Manifests
+from readyplane_router.answers import (
+    check_shape,
+    end_of,
+    ends_of,
+    learn,
+    model_signals,
+    pair_from,
+    reservation_id_of,
+    waiting_error,
+)
+from readyplane_router.bookings import Held, Owed
+from readyplane_router.desk import Desk, Waiting
 from readyplane_router.epochs import Epochs
-from readyplane_router.lease import Standing
-from readyplane_router.membership import Manifests, Membership
-from readyplane_router.pair import Chosen, Shed, Wait
+from readyplane_router.ledger import Ledger
+from readyplane_router.link import Link
+from readyplane_router.membership import Membership
+from readyplane_router.pair import Chosen, Shed
 from readyplane_router.pair.explain import explain as explained
 from readyplane_router.policy import RouterPolicy
-from readyplane_router.store import Side, Store, Take, Taken, Use
+from readyplane_router.roster import Roster
+from readyplane_router.store import ALL_SIDES, Store
 
 TAKE_TRIES_MAX = 8
 ISL_MAX = 16_000_000
@@ -85,20 +92,24 @@ class RouterService:
         self._began_s = clock.monotonic_s()
         self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         self._unknown_models: dict[str, float] = {}
-        self._owed: dict[str, list[tuple[str, int]]] = {}
         self._other_refused = 0
         self.desks: dict[str, Desk] = {}
+        self.roster = Roster()
+        self.link = Link(clock, self.policy, self.roster.bump)
+        self.roster.standing = self.link.standing
+        self._ledger = Ledger(store, self.link, clock, self.policy, self.desks)
         self.members = Membership(
             store=store,
             epochs=epochs,
             clock=clock,
-            registry=registry,
-            profiles=dict(profiles),
+            admission=Admission(registry, dict(profiles), self.policy),
+            roster=self.roster,
+            link=self.link,
             incarnation=incarnation,
             policy=self.policy,
             desk=self.desk,
             pump=self._pump,
-            owe=self._owe,
+            owe=self._ledger.owe,
             on_admitted=on_admitted,
         )
 
@@ -125,12 +136,13 @@ class RouterService:
 
     async def tick(self) -> None:
         """One round of housekeeping."""
-        await self.members.tick()
-        if self.members.answering:
+        just_back = await self.members.tick()
+        await self.members.look_after()
+        if self.link.answering:
             try:
-                await self._settle()
+                await self._ledger.settle(just_back=just_back)
             except Unavailable as error:
-                self.members.store_failed(error)
+                self.link.failed(error)
         for model in list(self.desks):
             self._pump(model)
 
@@ -179,10 +191,10 @@ class RouterService:
         )
 
     async def list_workers(self, model: str = "") -> Fleet:
-        return self.members.fleet(model)
+        return self.roster.fleet(model)
 
     def watch(self, model: str = "") -> AsyncGenerator[Fleet]:
-        return self.members.watch(model)
+        return self.roster.watch(model)
 
     # --------------------------------------------------------------------- requests
 
@@ -195,10 +207,10 @@ class RouterService:
         explain: bool = False,
         dry_run: bool = False,
     ) -> Pair:
-        _check_shape(shape)
+        check_shape(shape)
         desk = await self._desk_of(shape.model)
-        self._not_cut_off()
-        reservation_id = _reservation_id(shape.request_id, replaces)
+        self.link.check_not_cut_off()
+        reservation_id = reservation_id_of(shape.request_id, replaces)
         if not dry_run:
             held = desk.held.get(reservation_id)
             if held is not None and held.pair is not None:
@@ -207,7 +219,7 @@ class RouterService:
             if twin is not None:
                 return await self._same_answer(twin)
             if replaces:
-                await self._replace(desk, replaces)
+                await self._release(desk, replaces)
         entry = desk.entry(
             reservation_id,
             shape,
@@ -243,9 +255,9 @@ class RouterService:
                 strangers.append(event)
         for model, told in owed.items():
             self._pump(model)
-            await self._tell(model, told)
+            await self._ledger.tell(model, told)
         if strangers:
-            unknown = await self._strangers(strangers, now_s)
+            unknown = await self._ledger.strangers(strangers)
         return unknown
 
     async def signals(self, model: str = "") -> RouterSignals:
@@ -254,11 +266,11 @@ class RouterService:
             incarnation=self.incarnation,
             uptime_s=now_s - self._began_s,
             models={
-                name: _model_signals(desk, now_s)
+                name: model_signals(desk, now_s)
                 for name, desk in self.desks.items()
                 if model in ("", name)
             },
-            fleet=self.members.fleet(model),
+            fleet=self.roster.fleet(model),
         )
 
     # --------------------------------------------------------------------- placing
@@ -271,13 +283,12 @@ class RouterService:
             first = False
             held = await self._granted(desk, entry)
             explanation = self._explain(desk, entry, held) if explain else None
-            pair = self._pair(held, explanation)
-            taken = await self._take(desk, held, pair)
+            pair = held.pair = self._pair(held, explanation)
+            taken = await self._ledger.take(desk, held)
             if not taken.refused:
                 if taken.repeated:
                     desk.drop(held.reservation_id, now_s=self._clock.monotonic_s())
-                    return _pair_from(taken.payload)
-                held.pair = pair
+                    return pair_from(taken.payload)
                 now_s = self._clock.monotonic_s()
                 desk.windows["ttft_predicted"].add(pair.predicted_ttft_s, now_s=now_s)
                 desk.windows["tpot_predicted"].add(pair.predicted_tpot_s, now_s=now_s)
@@ -285,8 +296,8 @@ class RouterService:
             # Another router was first: learn what the seats hold now and judge again.
             desk.take_conflicts += 1
             desk.drop(held.reservation_id, now_s=self._clock.monotonic_s())
-            for seat, used in zip(_ends(held), taken.used, strict=False):
-                _learn(seat, used)
+            for seat, used in zip(ends_of(held), taken.used, strict=False):
+                learn(seat, used)
             await self.members.refresh_if_shut(taken.refused, desk.model)
             entry.granted = asyncio.get_running_loop().create_future()
         raise Overloaded("other routers were first, time and again", desk.retry_after_s())
@@ -305,33 +316,12 @@ class RouterService:
                     desk.judge(entry, now_s=self._clock.monotonic_s())
         return entry.granted.result()
 
-    async def _take(self, desk: Desk, held: Held, pair: Pair) -> Taken:
-        """Make a booking binding for all routers; without the store it binds this one only."""
-        if not self.members.answering:
-            self._not_cut_off()
-            return Taken()
-        take = _take_of(held, _payload(pair), self.policy.reservation_ttl_s)
-        try:
-            taken = await self._store.take(desk.model, take)
-        except Unavailable as error:
-            self.members.store_failed(error)
-            return Taken()
-        if not taken.refused and not taken.repeated:
-            if held.reservation_id not in desk.held:  # lost its worker meanwhile
-                await self._store.release(desk.model, [(held.reservation_id, -1)])
-                return Taken(refused="a worker of the pair has just gone")
-            held.in_store = True
-            if self.members.routers > 1:
-                for seat, used in zip(_ends(held), taken.used, strict=False):
-                    _learn(seat, used)
-        return taken
-
     def _pair(self, held: Held, explanation: Mapping[str, Any] | None) -> Pair:
         p, d = held.prefill, held.decode
         return Pair(
             reservation_id=held.reservation_id,
-            prefill=_end(p, held.prefill_cached),
-            decode=_end(d, held.decode_cached),
+            prefill=end_of(p, held.prefill_cached),
+            decode=end_of(d, held.decode_cached),
             local=held.local,
             predicted_ttft_s=held.waited_s + held.terms.ttft_s,
             predicted_tpot_s=held.terms.tpot_s,
@@ -368,7 +358,7 @@ class RouterService:
         desk.waiting.pop(entry.reservation_id, None)
         held = desk.drop(entry.reservation_id, now_s=self._clock.monotonic_s())
         if held is not None:
-            self._owe(desk.model, [(entry.reservation_id, -1)])
+            self._ledger.owe(desk.model, [(entry.reservation_id, ALL_SIDES)])
             self._pump(desk.model)
         if not isinstance(error, ReadyplaneError):
             desk.counters.aborted += 1
@@ -400,8 +390,8 @@ class RouterService:
         if isinstance(verdict, Chosen):
             return Pair(
                 reservation_id="",
-                prefill=_end(verdict.prefill, verdict.prefill_cached),
-                decode=_end(verdict.decode, verdict.decode_cached),
+                prefill=end_of(verdict.prefill, verdict.prefill_cached),
+                decode=end_of(verdict.decode, verdict.decode_cached),
                 local=verdict.local,
                 predicted_ttft_s=verdict.terms.ttft_s,
                 predicted_tpot_s=verdict.terms.tpot_s,
@@ -414,7 +404,7 @@ class RouterService:
         why = f"{verdict.reason} (it would wait)"
         if told.get("excluded"):
             why += "; " + "; ".join(f"{k}: {v}" for k, v in list(told["excluded"].items())[:8])
-        raise _waiting_error(verdict, why, desk)
+        raise waiting_error(verdict, why, desk)
 
     def _explain(self, desk: Desk, entry: Waiting, held: Held) -> dict[str, Any]:
         """As it was judged: the booking is taken back for the moment of looking."""
@@ -454,7 +444,7 @@ class RouterService:
         if found is not None:
             return found
         now_s = self._clock.monotonic_s()
-        if not self.members.serves(model):
+        if not self.roster.serves(model):
             if self._unknown_models.get(model, 0.0) > now_s or not await self.members.is_published(
                 model
             ):
@@ -488,214 +478,7 @@ class RouterService:
         counters.arrival_tokens += isl
         counters.arrival_uncached_tokens += max(1, isl - most)
 
-    def _not_cut_off(self) -> None:
-        if self.members.standing() is Standing.CUT_OFF:
-            raise Unavailable(
-                "the router has been without its store for longer than redis_absence_max_s "
-                f"({self.policy.redis_absence_max_s} s)",
-                "check that Redis runs; routing resumes as soon as it answers",
-                2.0,
-            )
-
-    # --------------------------------------------------------------------- store
-
-    async def _replace(self, desk: Desk, old: str) -> None:
-        held = desk.drop(old, now_s=self._clock.monotonic_s())
-        if held is not None or self._store.shared:
-            await self._tell(desk.model, Owed(releases=[(old, -1)]))
-
-    async def _tell(self, model: str, owed: Owed) -> int:
-        """Tell the store what events meant; what cannot be told now is owed."""
-        if not owed.releases and not owed.grows:
-            return 0
-        if self.members.answering:
-            try:
-                for reservation_id, side, blocks in owed.grows:
-                    await self._store.grow(model, reservation_id, side, blocks)
-                return await self._store.release(model, owed.releases)
-            except Unavailable as error:
-                self.members.store_failed(error)
-        self._owe(model, owed.releases)
-        return 0
-
-    def _owe(self, model: str, releases: Sequence[tuple[str, int]]) -> None:
-        self._owed.setdefault(model, []).extend(releases)
-
-    async def _settle(self) -> None:
-        """Pay what is owed, extend what is alive, give up what has run out, learn of the others."""
-        if self.members.just_back:
-            await self._reconcile()
-        for model, releases in list(self._owed.items()):
-            await self._store.release(model, releases)
-            self._owed.pop(model, None)
-        now_s = self._clock.monotonic_s()
-        for model, desk in list(self.desks.items()):
-            touched, desk.touched = desk.touched, set()
-            await self._store.extend(model, list(touched), ttl_s=self.policy.reservation_ttl_s)
-            for reservation_id in await self._store.sweep(model):
-                if desk.drop(reservation_id, now_s=now_s) is not None:
-                    desk.expired += 1
-            if self.members.routers > 1 or any(s.other_sequences for s in desk.seats.values()):
-                used = await self._store.usage(model)
-                for seat in desk.seats.values():
-                    _learn(seat, used.get(seat.worker_id, Use()))
-
-    async def _reconcile(self) -> None:
-        """The store is back: what is held here is held there again, compared by nobody."""
-        for model, desk in self.desks.items():
-            for held in list(desk.held.values()):
-                if held.pair is None:
-                    continue
-                take = _take_of(held, _payload(held.pair), self.policy.reservation_ttl_s)
-                await self._store.take(model, replace(take, force=True))
-                held.in_store = True
-
-    async def _strangers(self, events: Sequence[RequestEvent], now_s: float) -> int:
-        """Events of reservations this router does not hold: another one's, or nobody's."""
-        ends = (EventKind.FINISHED, EventKind.ABORTED, EventKind.LEG_FAILED)
-        for event in events:
-            if event.kind is EventKind.LEG_FAILED:
-                for desk in self.desks.values():
-                    desk.leg_failed(event, now_s=now_s)
-        if not self._store.shared or not self.members.answering:
-            return len(events)
-        unknown = 0
-        for event in events:
-            found = False
-            for model, desk in self.desks.items():
-                if event.kind in ends:
-                    gone = await self._tell(model, Owed(releases=[(event.reservation_id, -1)]))
-                    found = not gone
-                    if found and event.kind is EventKind.FINISHED:
-                        desk.counters.finished += 1
-                        desk.counters.output_tokens += event.output_tokens
-                        desk.counters.attained += bool(event.attained)
-                else:
-                    desk.touched.add(event.reservation_id)
-                    found = True
-                if found:
-                    break
-            unknown += not found
-        return unknown
-
-
-def _check_shape(shape: RequestShape) -> None:
-    if not shape.request_id or len(shape.request_id) > 200:
-        raise InvalidField("request_id", shape.request_id, "give an id of 1 to 200 characters")
-    if not shape.model:
-        raise InvalidField("model", shape.model, "name the model")
-    if not 1 <= shape.isl <= ISL_MAX:
-        raise InvalidField("isl", shape.isl, f"give 1 to {ISL_MAX} prompt tokens")
-    if shape.token_ids and len(shape.token_ids) != 4 * shape.isl:
-        raise InvalidField(
-            "token_ids", len(shape.token_ids), f"give 4 bytes a token: {4 * shape.isl} for the isl"
-        )
-    if shape.max_tokens is not None and not 1 <= shape.max_tokens <= ISL_MAX:
-        raise InvalidField("max_tokens", shape.max_tokens, f"give 1 to {ISL_MAX}, or nothing")
-    if shape.slo is not None and not (shape.slo.ttft_s > 0 and shape.slo.tpot_s > 0):
-        raise InvalidField("slo", str(shape.slo), "give times above 0")
-
-
-def _reservation_id(request_id: str, replaces: str) -> str:
-    """Deterministic, so that the same call finds the same reservation, at any router."""
-    if not replaces:
-        return f"{request_id}.0"
-    head, _, attempt = replaces.rpartition(".")
-    if head == request_id and attempt.isdigit():
-        return f"{request_id}.{int(attempt) + 1}"
-    return f"{request_id}.1"
-
-
-def _take_of(held: Held, payload: str, ttl_s: float) -> Take:
-    p, d = held.prefill, held.decode
-    work_us = round(held.terms.prefill_s * 1e6) if held.prefilling else 0
-    tokens = held.uncached_tokens if held.prefilling else 0
-    sides: tuple[Side, ...]
-    if held.local:
-        sides = (Side(d.worker_id, d.epoch, Use(1, held.decode_blocks, work_us, tokens)),)
-    else:
-        blocks = held.prefill_blocks if held.prefilling else 0
-        sides = (
-            Side(p.worker_id, p.epoch, Use(int(held.prefilling), blocks, work_us, tokens)),
-            Side(d.worker_id, d.epoch, Use(1, held.decode_blocks)),
-        )
-    return Take(held.reservation_id, sides, payload, ttl_s)
-
-
-def _ends(held: Held) -> tuple[Any, ...]:
-    return (held.decode,) if held.local else (held.prefill, held.decode)
-
-
-def _learn(seat: Any, used: Use) -> None:
-    """What other routers have promised on a seat: all that the store counts, less our own."""
-    seat.other_sequences = max(0, used.sequences - seat.sequences)
-    seat.other_blocks = max(0, used.blocks - seat.kv_blocks)
-    seat.other_work_s = max(0.0, used.work_us / 1e6 - seat.work_s)
-    seat.other_tokens = max(0, used.tokens - seat.prefill_tokens)
-
-
-def _end(seat: Any, cached_tokens: int) -> End:
-    return End(seat.worker_id, seat.incarnation, seat.epoch, seat.engine_url, cached_tokens)
-
-
-def _payload(pair: Pair) -> str:
-    def end(e: End) -> list[Any]:
-        return [e.worker_id, e.incarnation, e.epoch, e.engine_url, e.cached_tokens]
-
-    return json.dumps(
-        [
-            pair.reservation_id,
-            end(pair.prefill),
-            end(pair.decode),
-            pair.local,
-            pair.predicted_ttft_s,
-            pair.predicted_tpot_s,
-            pair.waited_s,
-            pair.ttl_s,
-        ]
-    )
-
-
-def _pair_from(payload: str) -> Pair:
-    rid, p, d, local, ttft_s, tpot_s, waited_s, ttl_s = json.loads(payload)
-    return Pair(rid, End(*p), End(*d), local, ttft_s, tpot_s, waited_s, ttl_s)
-
-
-def _waiting_error(wait: Wait, why: str, desk: Desk) -> ReadyplaneError:
-    if wait.regime == "empty":
-        return NoPair(why, 5.0)
-    return Overloaded(why, wait.again_in_s or desk.retry_after_s())
-
-
-def _model_signals(desk: Desk, now_s: float) -> ModelSignals:
-    counters = desk.counters
-    windows = {}
-    for name, window in desk.windows.items():
-        count, p50, p90, p99, mean = window.quantiles(now_s=now_s)
-        windows[name] = LatencyWindow(window.window_s, count, p50, p90, p99, mean)
-    prefilling, decoding = list(desk.prefilling()), list(desk.decoding())
-    return ModelSignals(
-        model=desk.model,
-        arrivals_total=counters.arrivals,
-        arrival_tokens_total=counters.arrival_tokens,
-        arrival_uncached_tokens_total=counters.arrival_uncached_tokens,
-        finished_total=counters.finished,
-        finished_prompt_tokens_total=counters.finished_prompt_tokens,
-        output_tokens_total=counters.output_tokens,
-        refused_total=counters.refused,
-        aborted_total=counters.aborted,
-        attained_total=counters.attained,
-        repaired_total=counters.repaired,
-        handovers_total=counters.handovers,
-        queued_requests=len(desk.queue),
-        queued_tokens=desk.queued_tokens,
-        prefilling_requests=len(prefilling),
-        prefilling_tokens=sum(h.uncached_tokens for h in prefilling),
-        decoding_requests=len(decoding),
-        decoding_remaining_tokens=sum(
-            desk.lengths.remaining(h.isl, h.emitted, h.max_tokens)[0] for h in decoding
-        ),
-        decoding_kv_tokens=sum(h.isl + h.emitted for h in decoding),
-        length_counts=desk.lengths.snapshot(),
-        **windows,
-    )
+    async def _release(self, desk: Desk, reservation_id: str) -> None:
+        """A failed pair is given back before another one is looked for."""
+        desk.drop(reservation_id, now_s=self._clock.monotonic_s())
+        await self._ledger.tell(desk.model, Owed(releases=[(reservation_id, ALL_SIDES)]))

@@ -6,13 +6,18 @@ the others read the log, and take a snapshot where they missed something.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from readyplane_router.members import Member
 from readyplane_router.pair import seat_key
 from readyplane_router.prefix import PrefixIndex
 from readyplane_router.store import KvEntry, Store
+
+PENDING_BATCHES_MAX = 10_000
+SNAPSHOT_EVERY_ROUNDS = 10
+Events = Sequence[tuple[str, Sequence[int]]]
 
 _encode = msgspec.msgpack.Encoder().encode
 _batch = msgspec.msgpack.Decoder(tuple[int, list[tuple[str, list[int]]]])
@@ -47,6 +52,69 @@ def apply_entry(index: PrefixIndex, entry: KvEntry, *, now_s: float) -> bool:
     return index.apply(key, found[0], found[1], now_s=now_s)
 
 
+class KvSharing:
+    """KV events between this router and the others."""
+
+    def __init__(self, store: Store, own: str) -> None:
+        """`own` is this router's incarnation."""
+        self._store, self._own = store, own
+        self._pending: list[tuple[str, KvEntry]] = []
+        self._positions: dict[str, str] = {}
+        self._rounds = 0
+
+    def heard(self, member: Member, sequence: int, events: Events) -> None:
+        """Keep a batch of an own worker for the others; bounded, a loss is repaired by snapshots."""
+        if len(self._pending) < PENDING_BATCHES_MAX:
+            offer, packed = member.offer, pack_batch(sequence, events)
+            entry = KvEntry("", self._own, offer.worker_id, offer.incarnation, packed)
+            self._pending.append((offer.model, entry))
+
+    def alone(self) -> None:
+        """No other router is there: nobody needs what is pending."""
+        self._pending.clear()
+
+    async def round(
+        self,
+        members: Sequence[Member],
+        index_of: Callable[[str], PrefixIndex],
+        *,
+        joined: bool,
+        now_s: float,
+    ) -> None:
+        """Write own batches, read the others', and catch up where something was missed.
+
+        Args:
+            members: seated members. index_of: prefix index of a model.
+            joined: another router has just come: snapshots now.
+        """
+        pending, self._pending = self._pending, []
+        for model, entry in pending:
+            await self._store.append_kv(model, entry)
+        for model in {m.offer.model for m in members}:
+            self._positions[model] = await read_log(
+                self._store,
+                model,
+                index_of(model),
+                after=self._positions.get(model, ""),
+                own=self._own,
+                now_s=now_s,
+            )
+        self._rounds += 1
+        snapshots = joined or self._rounds % SNAPSHOT_EVERY_ROUNDS == 0
+        for member in members:
+            index = index_of(member.offer.model)
+            if member.mine and snapshots:
+                await self._snapshot(member, index)
+            elif not member.mine and (index.is_suspect(member.key) or index.unheard(member.key)):
+                await catch_up(self._store, member, index, now_s=now_s)
+
+    async def _snapshot(self, member: Member, index: PrefixIndex) -> None:
+        held, offer = index.snapshot(member.key), member.offer
+        if held is not None:
+            data = pack_snapshot(*held)
+            await self._store.put_snapshot(offer.model, offer.worker_id, offer.incarnation, data)
+
+
 async def read_log(
     store: Store, model: str, index: PrefixIndex, *, after: str, own: str, now_s: float
 ) -> str:
@@ -58,17 +126,10 @@ async def read_log(
     return after
 
 
-async def catch_up(
-    store: Store,
-    model: str,
-    index: PrefixIndex,
-    *,
-    worker_id: str,
-    incarnation: str,
-    now_s: float,
-) -> None:
+async def catch_up(store: Store, member: Member, index: PrefixIndex, *, now_s: float) -> None:
     """Bring one worker of another router up to date: its snapshot, then the log behind it."""
-    data = await store.snapshot(model, worker_id, incarnation)
+    offer = member.offer
+    data = await store.snapshot(offer.model, offer.worker_id, offer.incarnation)
     if not data:
         return
     try:
@@ -76,8 +137,7 @@ async def catch_up(
     except msgspec.DecodeError:
         index.counts.malformed += 1
         return
-    key = seat_key(worker_id, incarnation)
-    index.restore(key, sequence, blocks)
-    for entry in await store.read_kv(model, ""):
-        if entry.worker_id == worker_id and entry.incarnation == incarnation:
+    index.restore(member.key, sequence, blocks)
+    for entry in await store.read_kv(offer.model, ""):
+        if entry.worker_id == offer.worker_id and entry.incarnation == offer.incarnation:
             apply_entry(index, entry, now_s=now_s)

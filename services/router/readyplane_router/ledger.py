@@ -1,0 +1,159 @@
+"""What the store is told about reservations, now or as soon as it answers.
+
+Owns the debts of one router: releases that could not be told, reservations to be extended, and what
+must be put back when the store has been away. Nothing booked is ever left to be remembered by
+nobody: what is not released here runs out there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from readyplane.core.errors import Unavailable
+from readyplane.core.work import EventKind, RequestEvent
+from readyplane.kit.clock import Clock
+from readyplane_router.answers import ends_of, learn, payload_of, take_of
+from readyplane_router.bookings import Held, Owed
+from readyplane_router.desk import Desk
+from readyplane_router.link import Link
+from readyplane_router.policy import RouterPolicy
+from readyplane_router.store import ALL_SIDES, Store, Taken, Use
+
+ENDS = (EventKind.FINISHED, EventKind.ABORTED, EventKind.LEG_FAILED)
+OWED_MAX = 100_000
+
+
+class Ledger:
+    """Reservations of this router at the store."""
+
+    def __init__(
+        self,
+        store: Store,
+        link: Link,
+        clock: Clock,
+        policy: RouterPolicy,
+        desks: Mapping[str, Desk],
+    ) -> None:
+        """Nothing owed."""
+        self._store, self._link, self._clock, self._policy = store, link, clock, policy
+        self._desks = desks
+        self._owed: dict[str, list[tuple[str, int]]] = {}
+
+    async def take(self, desk: Desk, held: Held) -> Taken:
+        """Make a booking binding for all routers; without the store it binds this one only."""
+        if not self._link.answering:
+            self._link.check_not_cut_off()
+            return Taken()
+        payload = payload_of(held.pair) if held.pair is not None and self._store.shared else ""
+        try:
+            taken = await self._store.take(
+                desk.model, take_of(held, payload, self._policy.reservation_ttl_s)
+            )
+            if taken.refused or taken.repeated:
+                return taken
+            if held.reservation_id not in desk.held:  # lost its worker meanwhile
+                await self._store.release(desk.model, [(held.reservation_id, ALL_SIDES)])
+                return Taken(refused="a worker of the pair has just gone")
+        except Unavailable as error:
+            self._link.failed(error)
+            return Taken()
+        held.in_store = True
+        if self._link.routers > 1:
+            for seat, used in zip(ends_of(held), taken.used, strict=False):
+                learn(seat, used)
+        return taken
+
+    async def tell(self, model: str, owed: Owed) -> int:
+        """Tell what events meant; what cannot be told now is owed. Returns how many were unknown."""
+        if not owed.releases and not owed.grows:
+            return 0
+        if self._link.answering:
+            try:
+                for reservation_id, side, blocks in owed.grows:
+                    await self._store.grow(model, reservation_id, side, blocks)
+                return await self._store.release(model, owed.releases)
+            except Unavailable as error:
+                self._link.failed(error)
+        self.owe(model, owed.releases)
+        return 0
+
+    def owe(self, model: str, releases: Sequence[tuple[str, int]]) -> None:
+        """Release at the next round. Beyond `OWED_MAX` the oldest are left to run out there."""
+        debts = self._owed.setdefault(model, [])
+        debts.extend(releases)
+        del debts[:-OWED_MAX]
+
+    async def settle(self, *, just_back: bool) -> None:
+        """Pay what is owed, extend what is alive, give up what has run out, learn of the others.
+
+        Raises:
+            Unavailable: the store; what was not paid stays owed.
+        """
+        if just_back:
+            await self._put_back()
+        for model in list(self._owed):
+            await self._store.release(model, self._owed[model])
+            del self._owed[model]
+        now_s = self._clock.monotonic_s()
+        for model, desk in list(self._desks.items()):
+            touched, desk.touched = desk.touched, set()
+            await self._store.extend(model, list(touched), ttl_s=self._policy.reservation_ttl_s)
+            for reservation_id in await self._store.sweep(model):
+                if desk.drop(reservation_id, now_s=now_s) is not None:
+                    desk.expired += 1
+            self._run_out(desk, now_s)
+            if self._link.routers > 1 or any(s.other_sequences for s in desk.seats.values()):
+                used = await self._store.usage(model)
+                for seat in desk.seats.values():
+                    learn(seat, used.get(seat.worker_id, Use()))
+
+    def _run_out(self, desk: Desk, now_s: float) -> None:
+        """Bookings that never got into the store (it was away) run out by this router's clock."""
+        for reservation_id, held in list(desk.held.items()):
+            if not held.in_store and held.pair is not None:
+                idle_s = now_s - held.heard_s
+                if idle_s > self._policy.reservation_ttl_s:
+                    desk.drop(reservation_id, now_s=now_s)
+                    desk.expired += 1
+
+    async def _put_back(self) -> None:
+        """The store is back: what is held here is held there again, compared by nobody."""
+        for model, desk in self._desks.items():
+            for held in list(desk.held.values()):
+                if held.pair is None:
+                    continue
+                take = take_of(held, payload_of(held.pair), self._policy.reservation_ttl_s)
+                await self._store.take(model, replace(take, force=True))
+                held.in_store = True
+
+    async def strangers(self, events: Sequence[RequestEvent]) -> int:
+        """Events of reservations not held here: another router's, an earlier life's, or nobody's.
+
+        Returns how many nobody knows.
+        """
+        now_s = self._clock.monotonic_s()
+        for event in events:
+            if event.kind is EventKind.LEG_FAILED:
+                for desk in self._desks.values():
+                    desk.leg_failed(event, now_s=now_s)
+        if not self._store.shared or not self._link.answering:
+            return len(events)
+        unknown = 0
+        for event in events:
+            if event.kind in ENDS:
+                unknown += not await self._end_elsewhere(event)
+            else:
+                for desk in self._desks.values():
+                    desk.touched.add(event.reservation_id)
+        return unknown
+
+    async def _end_elsewhere(self, event: RequestEvent) -> bool:
+        for model, desk in self._desks.items():
+            if await self.tell(model, Owed(releases=[(event.reservation_id, ALL_SIDES)])) == 0:
+                if event.kind is EventKind.FINISHED:
+                    desk.counters.finished += 1
+                    desk.counters.output_tokens += event.output_tokens
+                    desk.counters.attained += bool(event.attained)
+                return True
+        return False
