@@ -1,0 +1,158 @@
+"""`python -m readyplane_agent`: settings, dependencies, signals, and the exit status.
+
+Owns the wiring of one agent process; the life itself is `life.Life`. Imports are few and late,
+because they are part of T_ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import random
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from readyplane.core.errors import InvalidField, ReadyplaneError
+from readyplane.core.startup import SegmentName
+from readyplane.kit.clock import SystemClock
+from readyplane.kit.telemetry import setup_logging
+from readyplane.ports import Registry, Router
+from readyplane.profiles import load as load_profile
+from readyplane_agent.cache import WeightCache
+from readyplane_agent.engines.choice import engine_for
+from readyplane_agent.life import Life
+from readyplane_agent.lifecycle import ExitCode
+from readyplane_agent.settings import AgentSettings, parse
+from readyplane_agent.spans import export_start
+from readyplane_agent.trace import StartTrace, process_start_s
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one agent; returns its exit status (`lifecycle.ExitCode`)."""
+    clock = SystemClock()
+    try:
+        settings = parse(sys.argv[1:] if argv is None else argv, os.environ)
+        _work_dir(settings.work_dir)
+    except ReadyplaneError as error:
+        print(f"readyplane_agent: {error}", file=sys.stderr)
+        return ExitCode.USAGE
+    setup_logging("agent", settings.log_level)
+    trace = StartTrace(
+        clock,
+        process_start_s=process_start_s(now_s=clock.monotonic_s()),
+        ordered_at_s=settings.ordered_at_s,
+    )
+    return asyncio.run(_live(settings, trace))
+
+
+def _work_dir(path: Path) -> None:
+    """An empty folder of our own; what an earlier life left there is not ours to read."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for item in path.iterdir():
+            if item.is_dir() and not item.is_symlink():
+                import shutil
+
+                shutil.rmtree(item)
+            else:
+                item.unlink()
+    except OSError as error:
+        raise InvalidField(
+            "--work-dir", str(path), f"give a folder that can be written ({error.strerror})"
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def _clients(settings: AgentSettings) -> AsyncIterator[tuple[Router, Registry | None]]:
+    from readyplane.client.registry import RegistryClient
+    from readyplane.client.router import RouterClient
+
+    router = RouterClient(settings.router, settings.token)
+    registry = RegistryClient(settings.registry, settings.token) if settings.registry else None
+    try:
+        yield router, registry
+    finally:
+        await router.aclose()
+        if registry is not None:
+            await registry.aclose()
+
+
+async def _live(settings: AgentSettings, trace: StartTrace) -> int:
+    clock = SystemClock()
+    incarnation = f"{settings.worker_id}-{secrets.token_hex(6)}"
+    try:
+        profile = load_profile(settings.profile or settings.worker_class)
+        engine = engine_for(
+            settings.engine,
+            clock=clock,
+            url=settings.engine_url,
+            model=settings.model,
+            profile=profile.name,
+        )
+        folder = settings.cache_dir or settings.work_dir.parent / "weight-cache"
+        attached = settings.engine == "attached"
+        cache = None if attached else WeightCache(folder, bytes_max=settings.cache_bytes_max)
+    except (ReadyplaneError, OSError) as error:
+        print(f"readyplane_agent: {error}", file=sys.stderr)
+        return ExitCode.USAGE
+    async with _clients(settings) as (router, registry):
+        life = Life(
+            settings,
+            incarnation=incarnation,
+            registry=registry,
+            router=router,
+            engine=engine,
+            profile=profile,
+            cache=cache,
+            clock=clock,
+            trace=trace,
+            random=random.random,
+            on_ready=_on_ready,
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, life.signalled)
+        trace.add(
+            SegmentName.RUNTIME_IMPORT, trace.process_start_s, clock.monotonic_s(), "agent process"
+        )
+        code = await life.run()
+        if life.ready_s is None:
+            await asyncio.to_thread(_export, life)
+        return code
+
+
+def _on_ready(life: Life) -> None:
+    """What is told once: the ready file and the trace; then memory settles for a long life."""
+    settings = life.settings
+    if settings.ready_file is not None:
+        serving = life.started.serving
+        document = {
+            "name": settings.worker_id,
+            "pid": os.getpid(),
+            "incarnation": life.incarnation,
+            "http": life.transfer.url,
+            "engine": "" if serving is None else serving.engine_url,
+        }
+        part = settings.ready_file.with_name(settings.ready_file.name + ".part")
+        part.write_text(json.dumps(document))
+        part.replace(settings.ready_file)
+    if settings.otlp_endpoint:
+        life.background(asyncio.to_thread(_export, life))
+    gc.collect()
+    gc.freeze()
+
+
+def _export(life: Life) -> None:
+    clock = SystemClock()
+    end_s = clock.monotonic_s() if life.ready_s is None else life.ready_s
+    export_start(life.settings, life.trace, incarnation=life.incarnation, end_s=end_s, clock=clock)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

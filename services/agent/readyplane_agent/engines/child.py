@@ -1,0 +1,102 @@
+"""Engine processes of others: started so that they never outlive the agent.
+
+Owns one child: its command line, log, and end. The engine is not our code, so the kernel is asked
+before it is executed: a small Python start sets the death signal and becomes the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from readyplane.core.errors import Unavailable
+
+LOG_TAIL_BYTES = 8192
+KILL_LIMIT_S = 10.0
+# PR_SET_PDEATHSIG (1) survives execvp; a parent that is gone already is noticed by its pid.
+_BOUND = (
+    "import ctypes,os,sys;"
+    "ctypes.CDLL(None).prctl(1,9);"
+    "os.getppid()==int(sys.argv[1]) or sys.exit(0);"
+    "os.execvp(sys.argv[2],sys.argv[2:])"
+)
+
+
+class EngineProcess:
+    """One child in a session of its own."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._log: Path | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status once it is gone, else None."""
+        return None if self._process is None else self._process.returncode
+
+    @property
+    def pid(self) -> int:
+        """Process id, 0 before the start."""
+        return 0 if self._process is None else self._process.pid
+
+    async def start(
+        self, command: Sequence[str], *, log_path: Path, environment: Mapping[str, str]
+    ) -> None:
+        """Start it. Raises Unavailable when the interpreter cannot be run."""
+        self._log = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log_path.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())),
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise Unavailable(f"cannot start {command[0]} ({error})", "install it") from error
+
+    def died(self) -> Unavailable | None:
+        """Why it is gone, with the end of its log; None while it runs."""
+        if self.returncode is None:
+            return None
+        return Unavailable(
+            f"the engine ended with status {self.returncode}; its log ends: {self.tail(5)}",
+            "see the engine's log",
+        )
+
+    async def stop(self, *, grace_s: float) -> None:
+        """SIGTERM, after the grace SIGKILL to its whole session; returns when it is gone."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            async with asyncio.timeout(KILL_LIMIT_S):
+                await process.wait()
+
+    def tail(self, lines: int) -> str:
+        """End of its log."""
+        if self._log is None:
+            return ""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])

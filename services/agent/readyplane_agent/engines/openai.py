@@ -1,0 +1,178 @@
+"""What every vLLM-style engine answers: models, completions, tokens and metrics, over HTTP.
+
+Owns the reading of those answers in our words; `attached` and `vllm` are engine ports made of it,
+and `probes` asks a peer's engine with it. Names of metrics are vLLM's (field reference 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from readyplane.core.errors import Unavailable
+from readyplane.core.worker import LoadReport
+from readyplane_agent.engines.exchange import exchange, refused
+from readyplane_agent.engines.port import GenerateResult
+
+KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+
+
+class OpenAiEngine:
+    """A client of one engine.
+
+    Args:
+        url: base URL. model: name to ask for. token: bearer token, empty for none.
+    """
+
+    def __init__(self, url: str, *, model: str, token: str = "") -> None:
+        self.url, self.model, self._token = url.rstrip("/"), model, token
+
+    async def get(self, target: str, *, timeout_s: float = 10.0) -> bytes:
+        """The body of a good answer. Raises Unavailable, Unsupported, InvalidField."""
+        answer = await exchange(self.url, target, timeout_s=timeout_s, token=self._token)
+        error = refused(answer, f"GET {target}")
+        if error is not None:
+            raise error
+        return answer.body
+
+    async def post(self, target: str, body: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """The document of a good answer. Raises Unavailable, Unsupported, InvalidField."""
+        answer = await exchange(self.url, target, body=body, timeout_s=timeout_s, token=self._token)
+        error = refused(answer, f"POST {target}")
+        if error is not None:
+            raise error
+        return answer.document(self.url)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Entries of /v1/models."""
+        answer = await exchange(self.url, "/v1/models", token=self._token)
+        error = refused(answer, "GET /v1/models")
+        if error is not None:
+            raise error
+        doc = answer.document(self.url)
+        found = doc.get("data") if isinstance(doc, dict) else None
+        if not isinstance(found, list) or not all(isinstance(m, dict) for m in found):
+            raise Unavailable(f"{self.url}/v1/models lists no models", "give an OpenAI-style URL")
+        return found
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        ignore_eos: bool = False,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        timeout_s: float = 30.0,
+    ) -> GenerateResult:
+        """One greedy completion of a prompt given as tokens.
+
+        Token ids are the engine's own where it returns them (`return_token_ids`), else those of
+        its tokenizer for the text, else the bytes of the text: enough to compare two answers.
+        """
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(prompt_token_ids),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": False,
+            "return_token_ids": True,
+        }
+        if ignore_eos:
+            body["ignore_eos"] = True
+        if kv_transfer_params is not None:
+            body["kv_transfer_params"] = dict(kv_transfer_params)
+        doc = await self.post("/v1/completions", body, timeout_s=timeout_s)
+        try:
+            choice = doc["choices"][0]
+            text, reason = str(choice["text"]), str(choice["finish_reason"])
+        except (KeyError, IndexError, TypeError):
+            raise Unavailable(f"{self.url}: a completion without choices", "check it") from None
+        usage = doc.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or {}
+        ids = choice.get("token_ids")
+        if not isinstance(ids, list):
+            ids = await self._ids_of(text)
+        return GenerateResult(
+            token_ids=tuple(int(t) for t in ids),
+            text=text,
+            finish_reason=reason,
+            prompt_tokens=int(usage.get("prompt_tokens", len(prompt_token_ids))),
+            cached_tokens=details.get("cached_tokens"),
+            kv_transfer_params=doc.get("kv_transfer_params"),
+        )
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, by the engine's /tokenize."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        doc = await self.post("/tokenize", body, timeout_s=10.0)
+        return tuple(int(t) for t in doc["tokens"])
+
+    async def _ids_of(self, text: str) -> list[int]:
+        try:
+            return list(await self.tokenize(text))
+        except (Unavailable, KeyError, TypeError):
+            return list(text.encode())
+
+    async def load(self, metrics: Mapping[str, float] | None = None) -> LoadReport:
+        """Load from vLLM's metrics; None for what it does not export."""
+        m = read_metrics(await self.get("/metrics")) if metrics is None else metrics
+        total = _whole(m.get("vllm:cache_config_info.num_gpu_blocks"))
+        usage = next((m[n] for n in KV_USAGE if n in m), None)
+        used = None if total is None or usage is None else round(usage * total)
+        return LoadReport(
+            running=_whole(m.get("vllm:num_requests_running")),
+            waiting=_whole(m.get("vllm:num_requests_waiting")),
+            kv_used_blocks=used,
+            kv_total_blocks=total,
+            prefill_tokens_total=_whole(m.get("vllm:prompt_tokens_total")),
+            decode_tokens_total=_whole(m.get("vllm:generation_tokens_total")),
+            cached_tokens_total=_whole(m.get("vllm:prefix_cache_hits_total")),
+            preemptions_total=_whole(m.get("vllm:num_preemptions_total")),
+            iterations_total=_whole(m.get("vllm:iteration_tokens_total_count")),
+        )
+
+
+def read_metrics(text: bytes) -> dict[str, float]:
+    """Samples of Prometheus text, summed over labels; labels of `…_info` become `name.label`.
+
+    A number in an info label becomes its value (`vllm:cache_config_info.num_gpu_blocks`).
+    """
+    found: dict[str, float] = {}
+    for line in text.decode("utf-8", "replace").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name, labels, value = _sample(line)
+        if value is None:
+            continue
+        found[name] = found.get(name, 0.0) + value
+        if name.endswith("_info"):
+            for key, shown in labels.items():
+                number = _number(shown)
+                if number is not None:
+                    found[f"{name}.{key}"] = number
+    return found
+
+
+def _sample(line: str) -> tuple[str, dict[str, str], float | None]:
+    name, brace, rest = line.partition("{")
+    labels: dict[str, str] = {}
+    if brace:
+        inside, _, after = rest.rpartition("}")
+        for pair in inside.split('",'):
+            key, _, shown = pair.partition('="')
+            labels[key.strip(" ,")] = shown.removesuffix('"')
+    else:
+        name, _, after = line.partition(" ")
+    return name.strip(), labels, _number(after.strip().split(" ")[0])
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if value == value and abs(value) != float("inf") else None  # noqa: PLR0124 - NaN
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)

@@ -1,0 +1,535 @@
+"""One agent from process start to exit status: start, serve, drain, leave, or fail and say why.
+
+Owns the state (`lifecycle`), the order in which things are given back, and what ends a life:
+signals, directives, fencing, and the death of the engine. Everything it started it also ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from readyplane.core.errors import LostLease, ReadyplaneError, StaleEpoch
+from readyplane.core.profile import ClassProfile
+from readyplane.core.startup import SegmentName, WeightTier, critical_path
+from readyplane.core.worker import Lease, WorkerOffer
+from readyplane.kit.clock import Clock
+from readyplane.ports import Directive, RankReport, Registry, Router, Source
+from readyplane_agent.cache import WeightCache
+from readyplane_agent.engines.port import EnginePort
+from readyplane_agent.kv_events import KvForwarder
+from readyplane_agent.lifecycle import (
+    ENDS,
+    SERVES,
+    STARTS,
+    Event,
+    ExitCode,
+    State,
+    holds_lease,
+    step,
+)
+from readyplane_agent.loader import cache_source
+from readyplane_agent.loop import News, Session
+from readyplane_agent.settings import AgentSettings
+from readyplane_agent.starting import Start, Started, within
+from readyplane_agent.trace import StartTrace
+from readyplane_agent.transfer import TransferServer
+
+log = logging.getLogger("agent")
+
+START_NEWS_S = 1.0
+DRAIN_NEWS_S = 0.5
+ENGINE_WATCH_S = 1.0
+LEAVE_LIMIT_S = 5.0
+ENGINE_GRACE_S = 5.0
+TRANSFER_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why a life ends."""
+
+    event: Event
+    why: str
+
+
+class _Ended(Exception):
+    # Not an error: it carries the end out of the serving code.
+    def __init__(self, end: End) -> None:
+        super().__init__(end.why)
+        self.end = end
+
+
+class Life:
+    """One agent.
+
+    Args:
+        settings, incarnation: who this is. registry: None without one (attached engine).
+        engine: not started yet. cache: node's weight cache. trace: with the process's start.
+        random: 0 to 1, for jitter. on_ready: called once when admitted, with the worker's facts.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        *,
+        incarnation: str,
+        registry: Registry | None,
+        router: Router,
+        engine: EnginePort,
+        profile: ClassProfile,
+        cache: WeightCache | None,
+        clock: Clock,
+        trace: StartTrace,
+        random: Callable[[], float],
+        on_ready: Callable[[Life], None] = lambda _: None,
+    ) -> None:
+        self.settings, self.incarnation, self.engine = settings, incarnation, engine
+        self._registry, self._router = registry, router
+        self._cache, self._clock, self.trace = cache, clock, trace
+        self._on_ready = on_ready
+        self.state = State.NEW
+        self.started = Started()
+        self.kv = KvForwarder()
+        self.drain_until_s: float | None = None
+        self.ready_s: float | None = None
+        self._drained = False
+        self._withdrawn = False
+        self._wake = asyncio.Event()
+        self._told_ready = False
+        self._end: asyncio.Future[End] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._rejoining: asyncio.Task[None] | None = None
+        self.transfer = TransferServer(
+            incarnation=incarnation,
+            clock=clock,
+            host=settings.host,
+            port=settings.http_port,
+            readers_max=settings.transfer_readers_max,
+            bytes_per_s=settings.transfer_bytes_per_s,
+            token=settings.token,
+            health=self._health,
+            metrics=self.metrics,
+        )
+        self.session = Session(
+            router,
+            clock=clock,
+            offer=self._offer,
+            news=self._news,
+            kv=self.kv,
+            on_directive=self.direct,
+            on_regranted=self._regranted,
+            random=random,
+        )
+        self._start = Start(
+            settings,
+            incarnation=incarnation,
+            registry=registry,
+            router=router,
+            engine=engine,
+            profile=profile,
+            cache=cache,
+            clock=clock,
+            trace=trace,
+            lease=self._lease,
+            tell=self._tell,
+            started=self.started,
+        )
+
+    # ----------------------------------------------------------------------- the whole life
+
+    async def run(self) -> ExitCode:
+        """Live. Returns the exit status; never leaves anything running."""
+        self._end = asyncio.get_running_loop().create_future()
+        try:
+            await self._or_end(self._come_up())
+            await self._or_end(self._serve())
+        except _Ended as ended:
+            end = ended.end
+        except (LostLease, StaleEpoch) as error:
+            end = End(Event.FENCED_OFF, str(error))
+        except (ReadyplaneError, OSError) as error:
+            end = End(Event.START_FAILED, str(error))
+        except asyncio.CancelledError:
+            end = End(Event.LEAVE_ASKED, "cancelled")
+        except Exception as error:  # whatever broke: give everything back, then say so
+            log.exception("the agent broke in state %s", self.state)
+            end = End(Event.START_FAILED, f"{type(error).__name__}: {error}")
+        else:  # pragma: no cover - serving ends only by an end
+            end = End(Event.LEAVE_ASKED, "served")
+        return await self._close(end)
+
+    async def _come_up(self) -> None:
+        await self.transfer.start()
+        with self.trace.span(SegmentName.ROUTER_REGISTRATION, "lease"):
+            await self.session.register(limit_s=self.settings.start_limit_s)
+        self._tell(Event.LEASE_GRANTED)
+        log.info("lease: epoch %d, ttl %.1f s", self.session.epoch, self._lease().ttl_s)
+        self.background(self._keep_session())
+        self.background(self._watch_engine())
+        await within(self._start.run(), limit_s=self.settings.start_limit_s, trace=self.trace)
+        self.ready_s = self._clock.monotonic_s()
+        self.session.poke()
+        self._report_start()
+        self.background(self._follow_kv())
+        self._on_ready(self)
+
+    async def _serve(self) -> None:
+        """Announce the weights, keep announcing, and watch a drain until the end."""
+        arena = self.started.arena
+        announced_s: float | None = None
+        ttl_s = 0.0
+        if arena is not None and self._registry is not None:
+            self.transfer.offer(arena)
+        while True:
+            now_s = self._clock.monotonic_s()
+            due = announced_s is None or now_s - announced_s >= max(1.0, ttl_s / 3)
+            if self.state is State.DRAINING:
+                await self._drain_step(now_s)
+            elif due and arena is not None:
+                ttl_s, announced_s = await self._announce(), now_s
+            turn_s = DRAIN_NEWS_S if self.state is State.DRAINING else max(1.0, ttl_s / 6)
+            await self._or_wake(turn_s)
+
+    async def _or_wake(self, seconds: float) -> None:
+        waits = {
+            asyncio.ensure_future(self._clock.sleep(seconds)),
+            asyncio.ensure_future(self._wake.wait()),
+        }
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._wake.clear()
+
+    async def _drain_step(self, now_s: float) -> None:
+        if not self._drained and await self.engine.is_idle() and self.transfer.active == 0:
+            self._drained = True
+            log.info("drained: the engine holds nothing for anybody")
+            self.session.poke()
+        if self.drain_until_s is not None and now_s > self.drain_until_s:
+            self.end(Event.LEAVE_ASKED, "the drain's deadline has passed")
+
+    async def _close(self, end: End) -> ExitCode:
+        """Give everything back, in the order that harms nobody (B60, B65, R22.1)."""
+        log.info("ending in state %s: %s", self.state, end.why)
+        failed = end.event in {Event.START_FAILED, Event.ENGINE_DIED} or self.state is State.FAILED
+        if self.state not in ENDS:
+            died = end.event is Event.START_FAILED and self.state in SERVES
+            self._tell(Event.ENGINE_DIED if died else end.event)
+        if failed:
+            self.trace.failure = end.why
+            log.error("failed: %s", end.why)
+        self._start.stop()
+        for task in [*self._tasks, *([self._rejoining] if self._rejoining else [])]:
+            task.cancel()
+        self.transfer.drain()
+        had = self.session.lease is not None
+        if self.state is not State.FENCED and had:
+            await self._quietly(self._withdraw(end.why))
+            if failed:
+                await self._quietly(self._report_failure(end.why))
+            await self._quietly(self._leave(end.why))
+        await self._quietly(self.engine.stop(grace_s=ENGINE_GRACE_S), limit_s=ENGINE_GRACE_S + 5)
+        await self.transfer.stop(grace_s=TRANSFER_GRACE_S if self.state is State.LEAVING else 0.0)
+        if self.started.tasks:
+            await asyncio.wait(set(self.started.tasks), timeout=LEAVE_LIMIT_S)
+        if self.started.arena is not None:
+            self.started.arena.close()
+        shutil.rmtree(self.settings.work_dir, ignore_errors=True)
+        code = self._exit_code(end)
+        self._tell(Event.RELEASED)
+        return code
+
+    def _exit_code(self, end: End) -> ExitCode:
+        if self.state is State.FENCED:
+            return ExitCode.FENCED
+        if self.state is State.FAILED:
+            served = self.ready_s is not None or end.event is Event.ENGINE_DIED
+            return ExitCode.ENGINE_DIED if served else ExitCode.START_FAILED
+        return ExitCode.LEFT
+
+    # ----------------------------------------------------------------------- what ends a life
+
+    def signalled(self) -> None:
+        """SIGTERM or SIGINT: drain and leave; a second one leaves at once."""
+        if self.state in SERVES and self.state is not State.DRAINING:
+            log.info("asked to end by a signal: draining")
+            self._begin_drain(self.settings.drain_deadline_s, "the agent was asked to end")
+            self.background(self._tell_router_of_drain())
+        else:
+            self.end(Event.LEAVE_ASKED, "asked to end by a signal")
+
+    def direct(self, directive: Directive) -> None:
+        """One directive of the router; repeated ones change nothing."""
+        why = directive.reason or f"directive {directive.kind}"
+        if directive.kind == "drain":
+            if self.state in STARTS:
+                self.end(Event.DRAIN_ASKED, why)
+            elif self.state is not State.DRAINING and self.state in SERVES:
+                deadline_s = directive.deadline_s or self.settings.drain_deadline_s
+                self._begin_drain(deadline_s, why)
+        elif directive.kind in {"leave", "stop"}:
+            self.end(Event.LEAVE_ASKED, why)
+        else:
+            log.info("directive %s is not for this worker: %s", directive.kind, why)
+
+    def end(self, event: Event, why: str) -> None:
+        """End this life; the first reason counts."""
+        if self._end is not None and not self._end.done():
+            self._end.set_result(End(event, why))
+
+    async def _or_end(self, work: Awaitable[None]) -> None:
+        assert self._end is not None
+        task: asyncio.Future[None] = asyncio.ensure_future(work)
+        both: set[asyncio.Future[Any]] = {task, self._end}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _Ended(self._end.result())
+            await task
+        finally:
+            if not task.done():
+                self._start.stop()
+                task.cancel()
+                await asyncio.wait({task})
+
+    async def _keep_session(self) -> None:
+        try:
+            await self.session.keep()
+        except (LostLease, StaleEpoch) as error:
+            self.end(Event.FENCED_OFF, str(error))
+
+    async def _watch_engine(self) -> None:
+        while self.engine.returncode is None:
+            await self._clock.sleep(ENGINE_WATCH_S)
+        tail = self.engine.log_tail(5)
+        self.end(Event.ENGINE_DIED, f"the engine ended with {self.engine.returncode}: {tail}")
+
+    # ----------------------------------------------------------------------- lease and news
+
+    def _lease(self) -> Lease:
+        assert self.session.lease is not None
+        return self.session.lease
+
+    def _offer(self) -> WorkerOffer:
+        s, ordered = self.settings, self.trace.ordered_at_s
+        return WorkerOffer(
+            worker_id=s.worker_id,
+            incarnation=self.incarnation,
+            role=s.role,
+            model=s.model,
+            worker_class=s.worker_class,
+            generation=s.generation,
+            manifest_digest=s.manifest
+            or (self.started.manifest.digest if self.started.manifest else ""),
+            node=s.node,
+            scale_decision_id=s.scale_decision_id,
+            agent_url=self.transfer.url,
+            ordered_ago_s=None if ordered is None else self._clock.monotonic_s() - ordered,
+            mode=s.mode,
+            attached=s.engine == "attached",
+        )
+
+    async def _news(self) -> News:
+        starting = self.state in STARTS
+        progress = None
+        if starting or not self._told_ready or self.trace.failure:
+            progress = self.trace.progress(self.engine.log_tail(20) if starting else "")
+            # The finished segments are told once more after admission, then never again.
+            self._told_ready = self.ready_s is not None and self.session.failures == 0
+        load = await self.engine.load_report() if self.state in SERVES else None
+        within_s = START_NEWS_S if starting else None
+        if self.state is State.DRAINING:
+            within_s = DRAIN_NEWS_S
+        return News(progress, load, drained=self._drained, within_s=within_s)
+
+    def _regranted(self, lease: Lease) -> None:
+        """The router had lost us: what it knew of the gate is gone, so prove everything again."""
+        log.warning("lease granted anew: epoch %d", lease.epoch)
+        self._told_ready = False
+        self._tell(Event.LEASE_REGRANTED)
+        if self.state is State.REJOINING and (self._rejoining is None or self._rejoining.done()):
+            self._rejoining = asyncio.create_task(self._rejoin())
+
+    async def _rejoin(self) -> None:
+        while self.state is State.REJOINING:
+            try:
+                await self._start.rejoin()
+            except (LostLease, StaleEpoch) as error:
+                log.warning("rejoining: %s; the session decides", error)
+            except ReadyplaneError as error:
+                if self._failed():
+                    self.end(Event.ENGINE_DIED, str(error))
+                    return
+                log.warning("rejoining failed: %s; trying again", error)
+            await self._clock.sleep(1.0)
+
+    def _failed(self) -> bool:
+        return self.state is State.FAILED
+
+    def _tell(self, event: Event) -> None:
+        before, self.state = self.state, step(self.state, event)
+        if before is not self.state:
+            log.info("%s -> %s (%s)", before, self.state, event)
+            if holds_lease(self.state):
+                self.session.poke()
+
+    # ----------------------------------------------------------------------- drain and leave
+
+    def _begin_drain(self, deadline_s: float, why: str) -> None:
+        log.info("draining for at most %.0f s: %s", deadline_s, why)
+        self.drain_until_s = self._clock.monotonic_s() + deadline_s
+        self._tell(Event.DRAIN_ASKED)
+        self.transfer.drain()
+        self.background(self._quietly(self._withdraw(why)))
+        self._wake.set()
+
+    async def _tell_router_of_drain(self) -> None:
+        """The router must stop sending work before we wait for an idle engine (B62)."""
+        try:
+            await self._router.drain(
+                self.settings.worker_id,
+                epoch=self.session.epoch,
+                reason="the agent was asked to end",
+                deadline_s=self.settings.drain_deadline_s,
+                scale_decision_id=self.settings.scale_decision_id,
+            )
+        except ReadyplaneError as error:
+            log.warning("the router does not know of the drain: %s", error)
+
+    async def _leave(self, why: str) -> None:
+        lease = self._lease()
+        await self._router.leave(lease.worker_id, lease.incarnation, lease.epoch, reason=why)
+
+    async def _report_failure(self, why: str) -> None:
+        """The last renewal carries the failure; the group is told as well (R17.1)."""
+        lease = self._lease()
+        await self.session.renew()
+        await self._router.report_rank(
+            RankReport(lease.worker_id, lease.incarnation, lease.epoch, 0, "failed", detail=why)
+        )
+
+    async def _quietly(self, work: Awaitable[object], *, limit_s: float = LEAVE_LIMIT_S) -> None:
+        """On the way out nothing may keep us: what cannot be told is logged."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await work
+        except (ReadyplaneError, TimeoutError, OSError) as error:
+            log.warning("while ending: %s", str(error) or type(error).__name__)
+
+    # ----------------------------------------------------------------------- weights for others
+
+    def _sources(self) -> list[Source]:
+        arena = self.started.arena
+        if arena is None:
+            return []
+        digest = arena.manifest.digest
+        found = [
+            Source(
+                source_id=f"peer:{self.settings.worker_id}:{self.incarnation}",
+                digest=digest,
+                tier=WeightTier.L1_HOST,
+                url=f"{self.transfer.url}/v1/chunks/{digest}",
+                worker_id=self.settings.worker_id,
+                incarnation=self.incarnation,
+                node=self.settings.node,
+                readers_max=self.settings.transfer_readers_max,
+            )
+        ]
+        if self._cache is not None and self._cache.holds(arena.manifest):
+            found.append(cache_source(self._cache, digest, self.settings.node))
+        return found
+
+    async def _announce(self) -> float:
+        """Announce what we can give; returns the shortest ttl."""
+        ttl_s = 30.0
+        for source in self._sources():
+            try:
+                assert self._registry is not None
+                ttl_s = min(ttl_s, await self._registry.announce_source(source))
+            except ReadyplaneError as error:
+                log.warning("source %s not announced: %s", source.source_id, error)
+        return ttl_s
+
+    async def _withdraw(self, why: str) -> None:
+        """Take our own bytes back; the node's cache stays where it is."""
+        if self._registry is None or self._withdrawn:
+            return
+        for source in self._sources():
+            if source.worker_id:
+                await self._registry.withdraw_source(source.source_id, reason=why)
+        self._withdrawn = True
+
+    # ----------------------------------------------------------------------- for people
+
+    async def _follow_kv(self) -> None:
+        await self.kv.follow(self.engine.kv_events())
+
+    def background(self, work: Awaitable[None]) -> None:
+        """Run something beside the worker until it ends; if it breaks, the worker ends, loudly."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # a background task that breaks ends the worker, loudly
+                log.exception("a background task broke")
+                self.end(Event.ENGINE_DIED, f"{type(error).__name__}: {error}")
+
+        self._tasks.append(asyncio.create_task(guarded()))
+
+    def _health(self) -> tuple[bool, str]:
+        return holds_lease(self.state), str(self.state)
+
+    def _report_start(self) -> None:
+        assert self.ready_s is not None
+        path = critical_path(self.trace.segments(), start_s=self.trace.begin_s, end_s=self.ready_s)
+        shares = ", ".join(f"{n} {v:.2f}" for n, v in path.exclusive_s.items())
+        log.info(
+            "ready after %.2f s, %.1f %% unexplained: %s",
+            path.wall_s,
+            100 * path.unexplained_fraction,
+            shares,
+        )
+
+    def metrics(self) -> str:
+        """Prometheus text: segments of this start, bytes given to peers, faults met."""
+        s = self.settings
+        who = f'worker_id="{s.worker_id}",pool="{s.role}",worker_class="{s.worker_class}"'
+        lines = ["# TYPE readyplane_agent_start_segment_seconds gauge"]
+        end_s = self._clock.monotonic_s() if self.ready_s is None else self.ready_s
+        path = critical_path(self.trace.segments(), start_s=self.trace.begin_s, end_s=end_s)
+        for name, value in path.inclusive_s.items():
+            lines.append(
+                f'readyplane_agent_start_segment_seconds{{{who},segment="{name}"}} {value:.6f}'
+            )
+        lines.append("# TYPE readyplane_agent_start_unexplained_seconds gauge")
+        lines.append(
+            f"readyplane_agent_start_unexplained_seconds{{{who}}} {path.unexplained_s:.6f}"
+        )
+        lines.append("# TYPE readyplane_agent_peer_bytes_total counter")
+        lines.append(f"readyplane_agent_peer_bytes_total{{{who}}} {self.transfer.bytes_served}")
+        lines.append("# TYPE readyplane_agent_source_bytes_total counter")
+        lines.append("# TYPE readyplane_agent_source_faults_total counter")
+        fetched = self.started.fetched
+        given: dict[str, int] = {}
+        faults: dict[tuple[str, str], int] = {}
+        for use in [] if fetched is None else fetched.uses:
+            given[str(use.tier)] = given.get(str(use.tier), 0) + use.bytes_read
+            if use.fault is not None:
+                key = (str(use.tier), use.fault.kind)
+                faults[key] = faults.get(key, 0) + 1
+        for tier, size in given.items():
+            lines.append(f'readyplane_agent_source_bytes_total{{{who},tier="{tier}"}} {size}')
+        for (tier, kind), count in faults.items():
+            lines.append(
+                f'readyplane_agent_source_faults_total{{{who},tier="{tier}",kind="{kind}"}} {count}'
+            )
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,445 @@
+"""Weights into the arena: streaming, verified chunk by chunk, within a byte budget (R10.3, R11).
+
+Owns the order of sources of one load and what each of them did. Every chunk goes straight to its
+final address, counts against the staging budget until its xxh3-128 is that of the manifest, and
+is marked only then. A source that is dead, slow, busy or lying leads to the next one, which is
+asked for the missing chunks only. Hands the sealed arena to the engine, `transfer` and `cache`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from readyplane.core.errors import (
+    IdentityMismatch,
+    InvalidField,
+    NoPair,
+    NotFound,
+    ReadyplaneError,
+    Unavailable,
+)
+from readyplane.core.identity import chunk_hash
+from readyplane.core.startup import SegmentName, WeightTier
+from readyplane.kit.clock import Clock
+from readyplane.ports import RankedSource, Registry, Source
+from readyplane_agent.arena import Arena
+from readyplane_agent.cache import WeightCache
+from readyplane_agent.ranges import Fault, FileReader, HttpReader, RangeReader
+from readyplane_agent.trace import StartTrace
+
+log = logging.getLogger("agent.loader")
+
+# A source that was dead or busy may be asked again in a later round; a lying one never.
+ROUNDS_MAX = 20
+ROUND_WAIT_S = 0.25
+ROUND_WAIT_MAX_S = 5.0
+LOCAL_TIERS = (WeightTier.L2_NVME, WeightTier.L3_RACK)
+PREFAULT_BYTES = 32 * 2**20
+
+
+class StagingBudget:
+    """Bytes that were asked for and are not verified yet; a reader waits for its share.
+
+    Args:
+        limit_bytes: never exceeded. `peak_bytes` says how far it went.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.peak_bytes = 0
+        self._used = 0
+        self._freed = threading.Condition()
+
+    def take(self, size: int, *, stop: threading.Event) -> bool:
+        """Wait for `size` bytes; False when `stop` was set first."""
+        with self._freed:
+            while self._used + size > self.limit_bytes:
+                if stop.is_set():
+                    return False
+                self._freed.wait(0.1)
+            self._used += size
+            self.peak_bytes = max(self.peak_bytes, self._used)
+            return True
+
+    def give(self, size: int) -> None:
+        """Bytes were verified, or thrown away."""
+        with self._freed:
+            self._used -= size
+            self._freed.notify_all()
+
+
+@dataclass(slots=True)
+class SourceUse:
+    """What one source did in one load."""
+
+    source_id: str
+    tier: WeightTier
+    bandwidth_bytes_per_s: float = 0.0
+    chunks: int = 0
+    bytes_read: int = 0
+    elapsed_s: float = 0.0
+    fault: Fault | None = None
+
+    def text(self, now_s: float | None = None, start_s: float = 0.0) -> str:
+        """One line for the segment's detail: bytes, rate, bound and efficiency (R7.1)."""
+        took_s = self.elapsed_s if now_s is None else now_s - start_s
+        rate = self.bytes_read / took_s if took_s > 0 else 0.0
+        parts = [f"{self.tier} {self.source_id}: {self.bytes_read / 1e6:.1f} MB"]
+        parts.append(f"{self.chunks} chunks, {rate / 1e9:.2f} GB/s")
+        if self.bandwidth_bytes_per_s > 0 and took_s > 0:
+            bound_s = self.bytes_read / self.bandwidth_bytes_per_s
+            parts.append(f"bound {bound_s:.3f} s, efficiency {bound_s / took_s:.2f}")
+        if self.fault is not None:
+            parts.append(str(self.fault))
+        return ", ".join(parts)
+
+
+@dataclass(slots=True)
+class Fetched:
+    """A finished load: what each source gave, how long it took, where most bytes came from."""
+
+    uses: list[SourceUse] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    staging_peak_bytes: int = 0
+
+    @property
+    def tier(self) -> WeightTier:
+        """Tier that gave most bytes."""
+        given: dict[WeightTier, int] = {}
+        for use in self.uses:
+            given[use.tier] = given.get(use.tier, 0) + use.bytes_read
+        return max(given, key=lambda t: given[t]) if given else WeightTier.UNKNOWN
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What went wrong on the way, one line a source."""
+        return tuple(f"{u.source_id}: {u.fault}" for u in self.uses if u.fault is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who reads: sent to the registry with each transfer."""
+
+    worker_id: str
+    incarnation: str
+    node: str
+
+
+class Loader:
+    """One load of one manifest.
+
+    Args:
+        arena: filled and marked here. registry: plans and transfer leases. clock: time.
+        reader: who we are. trace: gets a segment per source. cache: node's cache, None without.
+        staging_bytes: budget of unverified bytes. connections: to one source at once.
+        limit_s: give up after this long. token: bearer token for HTTP sources.
+
+    Raises:
+        InvalidField: a chunk does not fit in the budget.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        registry: Registry,
+        clock: Clock,
+        reader: Reader,
+        trace: StartTrace,
+        cache: WeightCache | None = None,
+        staging_bytes: int = 64 * 2**20,
+        connections: int = 4,
+        limit_s: float = 1800.0,
+        token: str = "",
+    ) -> None:
+        chunk = min(arena.manifest.chunk_bytes, arena.manifest.size_bytes)
+        if chunk > staging_bytes:
+            raise InvalidField(
+                "--staging-bytes", staging_bytes, f"give at least one chunk, {chunk} bytes"
+            )
+        self._arena, self._registry, self._clock = arena, registry, clock
+        self._reader, self._trace, self._cache = reader, trace, cache
+        self._connections, self._limit_s, self._token = connections, limit_s, token
+        self._stop = threading.Event()
+        self._lying: set[str] = set()
+        self.budget = StagingBudget(staging_bytes)
+        self.fetched = Fetched()
+
+    def stop(self) -> None:
+        """Let reading threads end after their chunk; the load then raises Unavailable."""
+        self._stop.set()
+
+    async def run(self, plan: Sequence[RankedSource]) -> Fetched:
+        """Fill the arena from the planned sources, planning anew when all of them failed.
+
+        Raises:
+            Unavailable: no source could give every chunk; what each of them did is in the text.
+            IdentityMismatch: every source that answered gave other bytes than the manifest says.
+        """
+        start_s = self._clock.monotonic_s()
+        sources = self._ordered(plan)
+        for attempt in range(ROUNDS_MAX):
+            for source in sources:
+                if self._arena.complete or self._stop.is_set():
+                    break
+                await self._use(source)
+            if self._arena.complete:
+                self.fetched.elapsed_s = self._clock.monotonic_s() - start_s
+                self.fetched.staging_peak_bytes = self.budget.peak_bytes
+                return self.fetched
+            wait_s = min(ROUND_WAIT_MAX_S, ROUND_WAIT_S * 2**attempt)
+            elapsed_s = self._clock.monotonic_s() - start_s
+            if self._stop.is_set() or elapsed_s + wait_s > self._limit_s:
+                break
+            if sources and all(s.source_id in self._lying for s in sources):
+                break
+            await self._clock.sleep(wait_s)
+            sources = self._ordered(await self._plan())
+        raise self._given_up()
+
+    def _given_up(self) -> ReadyplaneError:
+        left = len(self._arena.missing())
+        reasons = self.fetched.faults[-8:] or ("no source holds this artifact",)
+        if self._lying and all(
+            use.source_id in self._lying for use in self.fetched.uses if use.fault is not None
+        ):
+            return IdentityMismatch(
+                "weights", reasons, f"publish the artifact again; {left} chunks are not verified"
+            )
+        return Unavailable(
+            f"{left} chunks of {self._arena.manifest.digest} could not be fetched: "
+            + "; ".join(reasons),
+            "check the registry's byte store and the network to it",
+        )
+
+    async def _plan(self) -> tuple[RankedSource, ...]:
+        me = self._reader
+        try:
+            found = await self._registry.plan_fetch(
+                self._arena.manifest.digest,
+                worker_id=me.worker_id,
+                incarnation=me.incarnation,
+                node=me.node,
+            )
+        except (Unavailable, NoPair) as error:
+            log.warning("planning again failed: %s", error)
+            return ()
+        return found.sources
+
+    def _ordered(self, plan: Sequence[RankedSource]) -> list[Source]:
+        """Planned order without ourselves and without liars; the node's own files join it."""
+        me = self._reader
+        sources = [
+            ranked.source
+            for ranked in plan
+            if not (ranked.source.worker_id and ranked.source.worker_id == me.worker_id)
+        ]
+        cached = self._cache is not None and self._cache.holds(self._arena.manifest)
+        here = [s for s in sources if s.tier is WeightTier.L2_NVME and s.node == me.node]
+        sources = [s for s in sources if s.tier is not WeightTier.L2_NVME or (cached and s in here)]
+        if cached and not here and self._cache is not None:
+            # Not announced (nobody of this node lives any more): bytes that are here already cost
+            # no peer and no network anything, so they come first.
+            own = cache_source(self._cache, self._arena.manifest.digest, me.node)
+            sources.insert(0, own)
+        return [s for s in sources if s.source_id not in self._lying]
+
+    async def _use(self, source: Source) -> None:
+        use = SourceUse(source.source_id, source.tier, source.bandwidth_bytes_per_s)
+        self.fetched.uses.append(use)
+        leased = source.tier is not WeightTier.L2_NVME
+        transfer_id = ""
+        if leased:
+            try:
+                transfer_id, ttl_s = await self._acquire(source)
+            except NoPair as error:
+                use.fault = Fault("busy", str(error))
+                return
+            except (NotFound, Unavailable) as error:
+                use.fault = Fault("dead", str(error))
+                return
+        else:
+            ttl_s = 0.0
+        local = source.tier in LOCAL_TIERS
+        name = SegmentName.WEIGHT_READ if local else SegmentName.WEIGHT_TRANSFER
+        gone = threading.Event()
+        start_s = self._clock.monotonic_s()
+        with self._trace.span(name) as span:
+            span.detail = lambda: use.text(self._clock.monotonic_s(), start_s)
+            renewing = asyncio.create_task(self._keep(source, transfer_id, ttl_s, gone))
+            try:
+                await self._read(source, use, gone)
+            finally:
+                renewing.cancel()
+                use.elapsed_s = self._clock.monotonic_s() - start_s
+                span.detail = use.text()
+        await self._account(source, use, transfer_id)
+
+    async def _acquire(self, source: Source) -> tuple[str, float]:
+        me = self._reader
+        got = await self._registry.acquire_transfer(
+            source.source_id,
+            self._arena.manifest.digest,
+            worker_id=me.worker_id,
+            incarnation=me.incarnation,
+            request_id=f"{me.incarnation}:{source.source_id}:{len(self.fetched.uses)}",
+        )
+        return got.transfer_id, got.ttl_s
+
+    async def _keep(
+        self, source: Source, transfer_id: str, ttl_s: float, gone: threading.Event
+    ) -> None:
+        """Renew the reader's place; a source that no longer grants it is left (B148)."""
+        if not transfer_id or ttl_s <= 0:
+            return
+        while True:
+            await self._clock.sleep(ttl_s / 3)
+            try:
+                await self._acquire(source)
+            except NotFound:
+                gone.set()
+                return
+            except ReadyplaneError as error:
+                log.warning("transfer from %s not renewed: %s", source.source_id, error)
+
+    async def _account(self, source: Source, use: SourceUse, transfer_id: str) -> None:
+        fault = use.fault
+        if fault is not None:
+            log.warning("source %s failed: %s", source.source_id, fault)
+            if fault.kind == "corrupt":
+                self._lying.add(source.source_id)
+        if not transfer_id:
+            return
+        try:
+            await self._registry.release_transfer(
+                transfer_id,
+                transferred_bytes=use.bytes_read,
+                elapsed_s=use.elapsed_s,
+                failure=_told(fault),
+            )
+        except ReadyplaneError as error:
+            log.warning("transfer from %s not given back: %s", source.source_id, error)
+
+    async def _read(self, source: Source, use: SourceUse, gone: threading.Event) -> None:
+        """All missing chunks from one source, over several connections, until the first fault."""
+        todo = deque(self._arena.missing())
+        count = min(self._connections, len(todo))
+        loop = asyncio.get_running_loop()
+        readers: list[RangeReader] = []
+        pool = ThreadPoolExecutor(count, thread_name_prefix="load")
+        work: list[asyncio.Future[None]] = []
+        try:
+            for _ in range(count):
+                readers.append(self._open(source))
+            work = [
+                loop.run_in_executor(pool, self._drain, reader, todo, use, gone)
+                for reader in readers
+            ]
+            await asyncio.gather(*work)
+        except ReadyplaneError as error:
+            use.fault = Fault("dead", str(error))
+        finally:
+            gone.set()
+            for reader in readers:
+                reader.close()
+            if work:
+                await asyncio.wait(work)
+            pool.shutdown(wait=False)
+
+    def _open(self, source: Source) -> RangeReader:
+        if source.tier is WeightTier.L2_NVME and self._cache is not None:
+            return FileReader(self._cache.locate)
+        parts = urlsplit(source.url)
+        if parts.scheme == "file":
+            folder = Path(unquote(parts.path))
+            return FileReader(lambda entry: folder / entry.path)
+        return HttpReader(
+            source.url, clock=self._clock, incarnation=source.incarnation, token=self._token
+        )
+
+    def _drain(
+        self,
+        reader: RangeReader,
+        todo: deque[tuple[str, int]],
+        use: SourceUse,
+        gone: threading.Event,
+    ) -> None:
+        """One thread: chunk after chunk until none is left or somebody met a fault."""
+        while not (gone.is_set() or self._stop.is_set()):
+            try:
+                path, index = todo.popleft()
+            except IndexError:
+                return
+            start, size = self._arena.span(path, index)
+            if not self.budget.take(size, stop=gone):
+                return
+            try:
+                fault = self._chunk(reader, path, index, start)
+            finally:
+                self.budget.give(size)
+            if fault is None:
+                use.chunks += 1
+                use.bytes_read += size
+            else:
+                if use.fault is None and not gone.is_set():
+                    use.fault = fault
+                gone.set()
+                return
+
+    def _chunk(self, reader: RangeReader, path: str, index: int, start: int) -> Fault | None:
+        entry = self._arena.entry(path)
+        assert entry is not None
+        window = self._arena.window(path, index)
+        try:
+            fault = reader.read_into(entry, start, window)
+            if fault is None and chunk_hash(window) != entry.chunks[index]:
+                fault = Fault("corrupt", f"{path}: chunk {index} is not what the manifest says")
+        finally:
+            window.release()
+        if fault is None:
+            self._arena.mark(path, index)
+        elif fault.kind == "corrupt" and isinstance(reader, FileReader) and self._cache is not None:
+            self._cache.discard(entry)
+        return fault
+
+
+def cache_source(cache: WeightCache, digest: str, node: str) -> Source:
+    """The node's cache as a source of an artifact."""
+    return Source(
+        source_id=f"cache:{node}:{digest.removeprefix('sha256:')[:16]}",
+        digest=digest,
+        tier=WeightTier.L2_NVME,
+        url=f"file://{node}{cache.folder}",
+        node=node,
+        readers_max=64,
+    )
+
+
+async def prefault(arena: Arena, *, stop: Callable[[], bool] = lambda: False) -> float:
+    """Fault the arena's pages in ahead of the loader, in file order; returns the bytes done."""
+    done = 0
+    for start in _pieces(arena.size_bytes):
+        size = min(PREFAULT_BYTES, arena.size_bytes - start)
+        if stop() or not await asyncio.to_thread(arena.prefault, start, size):
+            break
+        done += size
+    return float(done)
+
+
+def _pieces(size_bytes: int) -> Iterable[int]:
+    return range(0, size_bytes, PREFAULT_BYTES)
+
+
+def _told(fault: Fault | None) -> str:
+    """The registry knows dead, slow and corrupt."""
+    if fault is None:
+        return ""
+    return str(Fault("slow" if fault.kind == "busy" else fault.kind, fault.detail))

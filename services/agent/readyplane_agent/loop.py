@@ -1,0 +1,197 @@
+"""The lease of a worker, kept: renewals up, directives down, and what a lost contact means.
+
+Owns the session with the router. A renewal carries progress, load and KV events; a directive is
+handed to `life`. A router that cannot be reached never ends a worker: it serves on and asks again.
+A lease that is lost is asked for once more under the same incarnation; the router alone decides,
+and whom it refuses is fenced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from readyplane.core.errors import LostLease, NotFound, ReadyplaneError, StaleEpoch
+from readyplane.core.worker import Lease, LoadReport, StartProgress, WorkerOffer
+from readyplane.kit.clock import Clock
+from readyplane.ports import Directive, Renewal, Router
+from readyplane_agent.kv_events import KvForwarder
+
+log = logging.getLogger("agent.session")
+
+KV_GATHER_S = 0.2
+BACKOFF_S = 0.2
+BACKOFF_MAX_S = 5.0
+JITTER = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the next renewal says besides KV events."""
+
+    progress: StartProgress | None = None
+    load: LoadReport | None = None
+    drained: bool = False
+    within_s: float | None = None
+
+
+class Session:
+    """The session of one incarnation.
+
+    Args:
+        router, clock: as they say. offer: made anew for each registration, since it says how long
+            ago the order was. news: what to tell now. on_directive: called for each directive.
+        on_regranted: the lease was granted anew; the gate must be passed again. random: 0 to 1.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        *,
+        clock: Clock,
+        offer: Callable[[], WorkerOffer],
+        news: Callable[[], Awaitable[News]],
+        kv: KvForwarder,
+        on_directive: Callable[[Directive], None],
+        on_regranted: Callable[[Lease], None],
+        random: Callable[[], float],
+    ) -> None:
+        self._router, self._clock, self._offer = router, clock, offer
+        self._news, self._kv, self._random = news, kv, random
+        self._on_directive, self._on_regranted = on_directive, on_regranted
+        self._poke = asyncio.Event()
+        self.lease: Lease | None = None
+        self.contact_s: float | None = None
+        self.failures = 0
+        self.regranted = 0
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the lease, 0 before there is one."""
+        return 0 if self.lease is None else self.lease.epoch
+
+    def poke(self) -> None:
+        """Renew now rather than at the next turn."""
+        self._poke.set()
+
+    async def register(self, *, limit_s: float) -> Lease:
+        """Get the lease, asking again while the router cannot be reached.
+
+        Raises:
+            LostLease, StaleEpoch: this incarnation is over. Whatever the router said last when
+            `limit_s` has passed.
+        """
+        until_s = self._clock.monotonic_s() + limit_s
+        attempt = 0
+        while True:
+            try:
+                self.lease = await self._router.register(self._offer())
+            except (LostLease, StaleEpoch):
+                raise
+            except (ReadyplaneError, TimeoutError, OSError) as error:
+                wait_s = self._backoff_s(attempt)
+                if self._clock.monotonic_s() + wait_s > until_s:
+                    raise
+                log.warning("no lease yet: %s; asking again in %.1f s", error, wait_s)
+                attempt += 1
+                await self._clock.sleep(wait_s)
+            else:
+                self.contact_s = self._clock.monotonic_s()
+                return self.lease
+
+    async def keep(self) -> None:
+        """Renew until cancelled.
+
+        Raises:
+            LostLease, StaleEpoch: fenced: another incarnation has the name now.
+        """
+        wait_s = 0.0
+        while True:
+            await self._wait(wait_s)
+            wait_s = await self.renew()
+
+    async def renew(self) -> float:
+        """One renewal; returns the seconds until the next. Raises like `keep`."""
+        assert self.lease is not None
+        news = await self._news()
+        lease = self.lease
+        renewal = Renewal(
+            worker_id=lease.worker_id,
+            incarnation=lease.incarnation,
+            epoch=lease.epoch,
+            progress=news.progress,
+            load=news.load,
+            kv_events=self._kv.take(),
+            drained=news.drained,
+        )
+        try:
+            async with asyncio.timeout(max(1.0, lease.ttl_s / 3)):
+                answer = await self._router.renew(renewal)
+        except StaleEpoch:
+            raise
+        except (LostLease, NotFound) as error:
+            log.warning("%s; registering again", error)
+            return await self._again(error)
+        except (ReadyplaneError, TimeoutError, OSError) as error:
+            # Whether the message arrived is not known: everything is told anew.
+            self._kv.replay()
+            self.failures += 1
+            wait_s = min(self._backoff_s(self.failures - 1), lease.ttl_s / 3)
+            log.warning("renewal failed (%s); serving on, asking again in %.1f s", error, wait_s)
+            return wait_s
+        self.failures = 0
+        self.contact_s = self._clock.monotonic_s()
+        self.lease = answer.lease
+        for directive in answer.directives:
+            if directive.kind == "replay_kv":
+                self._kv.replay()
+            else:
+                self._on_directive(directive)
+        turn_s = answer.lease.ttl_s / 3
+        if news.within_s is not None:
+            turn_s = min(turn_s, news.within_s)
+        return turn_s * (1 - JITTER * self._random())
+
+    async def _again(self, error: ReadyplaneError) -> float:
+        """Ask for the lease anew; the router knows whether somebody else has it by now."""
+        try:
+            lease = await self._router.register(self._offer())
+        except (LostLease, StaleEpoch):
+            raise
+        except (ReadyplaneError, TimeoutError, OSError) as failure:
+            self.failures += 1
+            log.warning("after %s no lease yet: %s", error.reason, failure)
+            return self._backoff_s(self.failures - 1)
+        self.regranted += 1
+        self.failures = 0
+        self.lease = lease
+        self.contact_s = self._clock.monotonic_s()
+        self._kv.replay()
+        self._on_regranted(lease)
+        return 0.0
+
+    async def _wait(self, seconds: float) -> None:
+        """Until the next turn, a poke, or KV news (which are gathered for a moment)."""
+        if self.failures:
+            # While the router is away neither pokes nor events may turn the backoff into a storm.
+            await self._clock.sleep(seconds)
+            return
+        waits = [
+            asyncio.ensure_future(self._clock.sleep(seconds)),
+            asyncio.ensure_future(self._poke.wait()),
+            asyncio.ensure_future(self._kv.pending.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if waits[2].done() and not (waits[0].done() or waits[1].done()):
+                await self._clock.sleep(min(KV_GATHER_S, seconds))
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._poke.clear()
+
+    def _backoff_s(self, attempt: int) -> float:
+        full_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(attempt, 16))
+        return full_s * (1 - JITTER * self._random())

@@ -1,0 +1,369 @@
+"""Evidence for the ready gate (R18.1): what was really loaded, and what the engine really answers.
+
+Owns the measurements, one `CheckResult` a check by the names of `readyplane.core.gate_checks`; the
+router's gate judges the values itself. A probe that cannot be made says so and does not pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from readyplane.core import gate_checks as gc
+from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable, Unsupported
+from readyplane.core.identity import Manifest, compatible, digest_of_bytes
+from readyplane.core.profile import ClassProfile
+from readyplane.core.worker import CheckResult, Fleet, Role, Serving, Worker, WorkerState
+from readyplane.kit.clock import Clock
+from readyplane_agent.arena import Arena
+from readyplane_agent.engines.openai import OpenAiEngine
+from readyplane_agent.engines.port import EnginePort, GenerateResult
+
+PROBE_LIMIT_S = 60.0
+PEERS_MAX = 2
+KV_SETTLE_S = 1.0
+SAFETENSORS_HEAD_BYTES_MAX = 100 * 2**20
+# Asked of an engine whose artifact records no question: any tokens that every vocabulary has.
+PLAIN_PROMPT = (5, 6, 7, 8, 9, 10, 11, 12)
+PLAIN_TOKENS = 8
+P_LEG: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def loaded_checks(arena: Arena, *, tokenizer_digest: str, ranks: int) -> list[CheckResult]:
+    """Checks of the bytes in a sealed arena: revision, tokenizer, checksums, coverage."""
+    manifest = arena.manifest
+    total = sum(len(entry.chunks) for entry in manifest.files)
+    failed = [f"{path}[{index}]" for path, index in arena.missing()]
+    missing = missing_tensors(arena, ranks=ranks)
+    found = len(manifest.tensors) - len(missing)
+    wanted = manifest.tokenizer_digest
+    return [
+        CheckResult(gc.MODEL_REVISION, True, {"manifest_digest": manifest.digest}),
+        CheckResult(
+            gc.TOKENIZER_REVISION,
+            tokenizer_digest == wanted,
+            {"tokenizer_digest": tokenizer_digest},
+            "" if tokenizer_digest == wanted else f"loaded {tokenizer_digest}, manifest {wanted}",
+        ),
+        CheckResult(
+            gc.TENSOR_CHECKSUMS,
+            not failed and arena.sealed,
+            {"chunks_verified": total - len(failed), "chunks_total": total, "failed": failed},
+        ),
+        CheckResult(
+            gc.SHARD_COVERAGE,
+            not missing,
+            {
+                "tensors": found,
+                "tensors_expected": len(manifest.tensors),
+                "missing": missing,
+                "ranks": ranks,
+            },
+        ),
+    ]
+
+
+def missing_tensors(arena: Arena, *, ranks: int) -> list[str]:
+    """Tensors that are not where the manifest says, or that no rank of this group owns.
+
+    The header of each safetensors file, as loaded, must name exactly the manifest's tensors of
+    that file with the same dtype, shape and place (B128); other formats have no header to ask.
+    """
+    wrong: set[str] = set()
+    for tensor in arena.manifest.tensors:
+        if tensor.ranks and not any(0 <= rank < ranks for rank in tensor.ranks):
+            wrong.add(f"{tensor.name} (no rank of {ranks} owns it)")
+    for entry in arena.manifest.files:
+        if not entry.path.endswith(".safetensors"):
+            continue
+        listed = {t.name: t for t in arena.manifest.tensors if t.file == entry.path}
+        try:
+            held = safetensors_table(arena.view(entry.path))
+        except InvalidField as error:
+            wrong.update(f"{name} ({error})" for name in listed)
+            continue
+        for name in held.keys() - listed.keys():
+            wrong.add(f"{name} (in {entry.path}, not in the manifest)")
+        for name, tensor in listed.items():
+            is_so = (tensor.dtype, tensor.shape, tensor.offset_bytes, tensor.size_bytes)
+            if held.get(name) != is_so:
+                wrong.add(f"{name} ({entry.path} says {held.get(name)})")
+    return sorted(wrong)
+
+
+def safetensors_table(data: memoryview) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """By name: (dtype, shape, offset in the file, size) of a safetensors file.
+
+    Raises:
+        InvalidField: the header is longer than the file, not JSON, or points outside the file.
+    """
+    if len(data) < 8:
+        raise InvalidField("safetensors", len(data), "give a file of 8 bytes or more")
+    (length,) = struct.unpack("<Q", data[:8])
+    if length > min(len(data) - 8, SAFETENSORS_HEAD_BYTES_MAX):
+        raise InvalidField("safetensors.header", length, "give a header inside the file")
+    found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    try:
+        document = json.loads(bytes(data[8 : 8 + length]))
+        for name, item in document.items():
+            if name == "__metadata__":
+                continue
+            start, end = item["data_offsets"]
+            if not 0 <= start <= end <= len(data) - 8 - length:
+                raise InvalidField(f"safetensors.{name}", [start, end], "stay within the file")
+            found[name] = (item["dtype"], tuple(item["shape"]), 8 + length + start, end - start)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidField("safetensors.header", repr(error), "give a safetensors file") from error
+    return found
+
+
+def tokenizer_digest(arena: Arena) -> str:
+    """Digest of the tokenizer files as loaded: their own bytes are hashed, not the manifest's word."""
+    from readyplane.core.identity import digest_of
+
+    found = [
+        [entry.path, digest_of_bytes(arena.view(entry.path))]
+        for entry in arena.manifest.files
+        if entry.purpose == "tokenizer"
+    ]
+    return digest_of(found) if found else ""
+
+
+def not_applicable(names: Iterable[str], why: str) -> list[CheckResult]:
+    """Checks that nobody can make on an engine that was already running."""
+    return [CheckResult(name, True, {gc.NOT_APPLICABLE: why}, why) for name in sorted(names)]
+
+
+def profile_check(profile: ClassProfile) -> CheckResult:
+    """The class profile, whole, so that a router that has it not can register it."""
+    evidence = {
+        "name": profile.name,
+        "digest": profile.digest,
+        "document": profile.document(),
+    }
+    return CheckResult(gc.PROFILE, True, evidence)
+
+
+def lease_check(epoch: int) -> CheckResult:
+    """The lease under which the worker came up."""
+    return CheckResult(gc.LEASE, True, {"epoch": epoch})
+
+
+def group_check(group_epoch: int) -> CheckResult:
+    """The published epoch of the group."""
+    return CheckResult(gc.GROUP, group_epoch > 0, {"group_epoch": group_epoch})
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the canary asks, and the known answer (empty when nobody recorded one)."""
+
+    prompt: tuple[int, ...]
+    golden: tuple[int, ...]
+    eos_token_id: int | None
+
+    @classmethod
+    def of(cls, manifest: Manifest | None) -> Question:
+        """From the manifest's canary; a plain question where there is none."""
+        eos = None if manifest is None else manifest.config.get("eos_token_id")
+        eos_id = eos if isinstance(eos, int) else None
+        if manifest is None or manifest.canary is None:
+            return cls(PLAIN_PROMPT, (), eos_id)
+        return cls(manifest.canary.prompt_token_ids, manifest.canary.golden_token_ids, eos_id)
+
+    @property
+    def max_tokens(self) -> int:
+        """As long as the known answer."""
+        return len(self.golden) or PLAIN_TOKENS
+
+
+async def ask(engine: EnginePort, question: Question) -> GenerateResult:
+    """The first answer, computed cold. Raises Unavailable when the engine does not answer."""
+    return await engine.generate(
+        question.prompt, max_tokens=question.max_tokens, timeout_s=PROBE_LIMIT_S
+    )
+
+
+async def canary(
+    engine: EnginePort, question: Question, first: GenerateResult
+) -> list[CheckResult]:
+    """Ask again, and ask with bounds: canary and basics of R18.1.
+
+    The second answer uses the prefix cache, so that a cache that changes answers is seen, and
+    greedy sampling must repeat itself.
+
+    Raises:
+        Unavailable: the engine does not answer.
+    """
+    prompt, size = question.prompt, question.max_tokens
+    again, bounded, (stops, stop_detail) = await asyncio.gather(
+        engine.generate(prompt, max_tokens=size, timeout_s=PROBE_LIMIT_S),
+        engine.generate(prompt, max_tokens=2, ignore_eos=True, timeout_s=PROBE_LIMIT_S),
+        _stops(engine, question, first),
+    )
+    right = not question.golden or first.token_ids == question.golden
+    repeats = again.token_ids == first.token_ids
+    bounds = len(bounded.token_ids) == 2 and bounded.finish_reason == "length"
+    reasons = []
+    if not right:
+        reasons.append(f"answered {list(first.token_ids)}, golden {list(question.golden)}")
+    if not repeats:
+        reasons.append(f"answered {list(first.token_ids)}, asked again {list(again.token_ids)}")
+    if not first.token_ids:
+        reasons.append("no answer")
+    told = f"max_tokens=2 gave {len(bounded.token_ids)} tokens, {bounded.finish_reason}"
+    return [
+        CheckResult(
+            gc.CANARY,
+            not reasons and stops,
+            {
+                "token_ids": list(first.token_ids),
+                "repeat_token_ids": list(again.token_ids),
+                "eos_ok": stops,
+                "sampling_ok": repeats,
+            },
+            "; ".join([*reasons, *([] if stops else [stop_detail])]),
+        ),
+        CheckResult(
+            gc.BASICS,
+            stops and bounds,
+            {
+                "eos": stops,
+                "max_tokens": bounds,
+                "structured": gc.NOT_OFFERED,
+                "detail": f"{stop_detail}; {told}",
+            },
+            "" if stops and bounds else f"{stop_detail}; {told}",
+        ),
+    ]
+
+
+async def _stops(engine: EnginePort, question: Question, first: GenerateResult) -> tuple[bool, str]:
+    """Whether the end-of-sequence token ends an answer and `ignore_eos` keeps it from doing so.
+
+    Where the known answer ends by itself, more room must not make it longer, and ignoring EOS
+    must. Where it does not end, EOS must not stand inside it.
+    """
+    eos = question.eos_token_id
+    ended = first.finish_reason == "stop"
+    if not ended:
+        inside = eos is not None and eos in first.token_ids
+        return not inside, f"the answer was cut at {len(first.token_ids)} tokens without EOS inside"
+    room = question.max_tokens + 4
+    longer, ignored = await asyncio.gather(
+        engine.generate(question.prompt, max_tokens=room, timeout_s=PROBE_LIMIT_S),
+        engine.generate(question.prompt, max_tokens=room, ignore_eos=True, timeout_s=PROBE_LIMIT_S),
+    )
+    same = longer.token_ids == first.token_ids and longer.finish_reason == "stop"
+    goes_on = len(ignored.token_ids) > len(first.token_ids)
+    return same and goes_on, f"ends by itself after {len(first.token_ids)} tokens"
+
+
+async def kv_pool(engine: EnginePort, serving: Serving, clock: Clock) -> CheckResult:
+    """Size of the KV pool as the engine tells it, and what is free after the canary."""
+    until_s = clock.monotonic_s() + KV_SETTLE_S
+    while True:
+        load = await engine.load_report()
+        total, used = load.kv_total_blocks, load.kv_used_blocks
+        free = None if total is None or used is None else total - used
+        settled = free is not None and total is not None and free >= 0.95 * total
+        if settled or clock.monotonic_s() > until_s:
+            break
+        await clock.sleep(0.1)
+    right = settled and total == serving.kv_total_blocks
+    return CheckResult(
+        gc.KV_POOL,
+        right,
+        {"kv_total_blocks": total, "free_blocks": free},
+        "" if right else f"engine says {total} blocks, {free} free; {serving.kv_total_blocks} told",
+    )
+
+
+def peers_for(fleet: Fleet, *, worker_id: str, role: Role, serving: Serving) -> list[Worker]:
+    """Ready workers of the other stage whose KV fits ours, the idlest first."""
+    found = [
+        worker
+        for worker in fleet.workers.values()
+        if worker.worker_id != worker_id
+        and worker.state is WorkerState.READY
+        and worker.serving is not None
+        and worker.role is not role
+        and not compatible(worker.serving.kv, serving.kv)
+    ]
+    return sorted(found, key=lambda w: (w.active, w.worker_id))[:PEERS_MAX]
+
+
+async def kv_connector(
+    engine: EnginePort,
+    question: Question,
+    expected: Sequence[int],
+    peers: Sequence[tuple[str, OpenAiEngine]],
+) -> CheckResult:
+    """Hand KV over, to ourselves and with a peer in both directions, and compare the answers.
+
+    Args:
+        expected: the answer computed without a hand-over. peers: (worker id, its engine).
+
+    An unreachable peer is its own affair and only noted; one that is reached and refuses, or
+    answers otherwise, speaks against this worker.
+    """
+    notes: list[str] = []
+    own, note = await _handover(engine, engine, question, expected)
+    notes.append(f"self: {note}")
+    outbound = inbound = own is True
+    for worker_id, peer in peers:
+        out, note_out = await _handover(engine, peer, question, expected)
+        back, note_back = await _handover(peer, engine, question, expected)
+        notes.append(f"to {worker_id}: {note_out}; from {worker_id}: {note_back}")
+        if out is None or back is None:
+            continue
+        outbound, inbound = outbound and out, inbound and back
+        break
+    detail = "; ".join(notes)
+    return CheckResult(
+        gc.KV_CONNECTOR,
+        outbound and inbound,
+        {"outbound": outbound, "inbound": inbound, "detail": detail},
+        "" if outbound and inbound else detail,
+    )
+
+
+async def _handover(
+    giver: EnginePort | OpenAiEngine,
+    taker: EnginePort | OpenAiEngine,
+    question: Question,
+    expected: Sequence[int],
+) -> tuple[bool | None, str]:
+    """One P leg and one D leg; None when an end could not be reached."""
+    try:
+        leg = await giver.generate(
+            question.prompt, max_tokens=1, kv_transfer_params=P_LEG, timeout_s=PROBE_LIMIT_S
+        )
+        if not leg.kv_transfer_params:
+            return False, "the prefill leg gave no kv_transfer_params"
+        answer = await taker.generate(
+            question.prompt,
+            max_tokens=question.max_tokens,
+            kv_transfer_params=leg.kv_transfer_params,
+            timeout_s=PROBE_LIMIT_S,
+        )
+    except Unavailable as error:
+        return None, f"not reached ({error})"
+    except (InvalidField, Unsupported) as error:
+        return False, f"refused ({error})"
+    except ReadyplaneError as error:
+        return False, str(error)
+    if tuple(answer.token_ids) != tuple(expected):
+        return False, f"answered {list(answer.token_ids)} instead of {list(expected)}"
+    return True, "ok"

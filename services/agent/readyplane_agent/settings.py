@@ -1,0 +1,193 @@
+"""What an agent is told at its start: flags, then environment, then defaults.
+
+Plain argparse and a frozen dataclass, because an agent's import time is part of T_ready (R6).
+Hands `AgentSettings` to `__main__`. Fixed for the life of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from readyplane.core.errors import InvalidField
+from readyplane.core.startup import StartMode
+from readyplane.core.worker import Role
+
+ORDERED_AT = "READYPLANE_ORDERED_AT_MONOTONIC_S"
+ENGINES = ("modelled", "vllm", "attached")
+
+
+HELP: Mapping[str, str] = {
+    "worker_id": "name of the worker, given by whoever ordered it",
+    "role": "prefill, decode or both",
+    "model": "model name that requests use",
+    "router": "gRPC address of the router, host:port",
+    "work_dir": "folder for this worker's own files; emptied at exit",
+    "registry": "gRPC address of the registry, host:port",
+    "manifest": "digest of the weights to serve; empty: what the model name resolves to",
+    "worker_class": "worker class, as the planner names it",
+    "generation": "rollout generation of the group",
+    "mode": "eager, jit or aot",
+    "scale_decision_id": "decision that ordered this worker",
+    "node": "machine name, for placement",
+    "engine": "modelled, vllm or attached",
+    "engine_url": "base URL of a running engine (with --engine attached)",
+    "engine_args": "one argument for the engine's command line; repeatable",
+    "profile": "profile file, or the name of one that ships with readyplane",
+    "kv_tokens": "size of the KV pool in tokens; 0: what the profile says",
+    "cache_dir": "node's weight cache, shared by its workers (tier L2)",
+    "cache_bytes_max": "most bytes the weight cache keeps",
+    "staging_bytes": "most bytes read and not yet verified at once",
+    "read_connections": "connections to one source at once",
+    "transfer_readers_max": "peers that may read our weights at once",
+    "transfer_bytes_per_s": "most bytes per second given to peers; 0: no limit",
+    "fetch_limit_s": "give up fetching weights after this long",
+    "stall_s": "a start without any progress for this long has failed",
+    "start_limit_s": "a start that takes longer has failed",
+    "drain_deadline_s": "longest drain after SIGTERM",
+    "host": "address to bind",
+    "http_port": "port for chunks, health and metrics; 0: a free one",
+    "token": "bearer token for registry and router",
+    "otlp_endpoint": "where the trace of the start goes (OTLP gRPC); empty: nowhere",
+    "log_level": "debug, info, warning or error",
+    "ready_file": "JSON written when the worker is ready",
+    "ordered_at_s": "CLOCK_MONOTONIC seconds when the order was given",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSettings:
+    """Every setting of an agent; the help text of each flag says what it is."""
+
+    worker_id: str
+    role: Role
+    model: str
+    router: str
+    work_dir: Path
+    registry: str = ""
+    manifest: str = ""
+    worker_class: str = "default"
+    generation: int = 1
+    mode: StartMode = StartMode.JIT
+    scale_decision_id: str = ""
+    node: str = "local"
+    engine: str = "modelled"
+    engine_url: str = ""
+    engine_args: tuple[str, ...] = ()
+    profile: str = ""
+    kv_tokens: int = 0
+    cache_dir: Path | None = None
+    cache_bytes_max: int = 200 * 2**30
+    staging_bytes: int = 64 * 2**20
+    read_connections: int = 4
+    transfer_readers_max: int = 2
+    transfer_bytes_per_s: float = 0.0
+    fetch_limit_s: float = 1800.0
+    stall_s: float = 60.0
+    start_limit_s: float = 3600.0
+    drain_deadline_s: float = 300.0
+    host: str = "127.0.0.1"
+    http_port: int = 0
+    token: str = ""
+    otlp_endpoint: str = ""
+    log_level: str = "info"
+    ready_file: Path | None = None
+    ordered_at_s: float | None = None
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
+    """Settings from flags over `READYPLANE_*` variables over defaults.
+
+    Raises:
+        InvalidField: names the flag, the value and the remedy. Unknown flags and `--help` leave
+        through argparse (exit status 2 and 0).
+    """
+    parser = argparse.ArgumentParser(
+        prog="readyplane_agent",
+        description="Turns a wanted worker into a ready one, beside its engine.",
+        epilog=f"Each flag may be given as READYPLANE_<FLAG>; {ORDERED_AT} says when the order "
+        "was given.",
+        allow_abbrev=False,
+    )
+    for item in fields(AgentSettings):
+        flag = "--engine-arg" if item.name == "engine_args" else "--" + item.name.replace("_", "-")
+        default = "required" if item.default is MISSING else f"default: {item.default!s}"
+        parser.add_argument(
+            flag,
+            dest=item.name,
+            default=None,
+            action="append" if item.name == "engine_args" else "store",
+            help=f"{HELP[item.name]} ({default})",
+        )
+    given = vars(parser.parse_args(list(argv)))
+    values: dict[str, Any] = {}
+    for item in fields(AgentSettings):
+        name = ORDERED_AT if item.name == "ordered_at_s" else f"READYPLANE_{item.name.upper()}"
+        raw = given[item.name]
+        if raw is None and environ.get(name):
+            raw = environ[name]
+        if raw is None:
+            if item.default is MISSING:
+                raise InvalidField(_flag(item.name), None, f"give this flag or set {name}")
+            values[item.name] = item.default
+        else:
+            values[item.name] = _typed(item.name, str(item.type), raw)
+    return _checked(AgentSettings(**values))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _typed(name: str, kind: str, raw: Any) -> Any:
+    try:
+        if kind == "tuple[str, ...]":
+            return tuple(raw) if isinstance(raw, list) else tuple(raw.split())
+        if kind == "int":
+            return int(raw)
+        if kind.startswith("float"):
+            number = float(raw)
+            if not math.isfinite(number):
+                raise ValueError(raw)
+            return number
+        if kind.startswith("Path"):
+            return Path(raw).absolute()
+        if kind == "Role":
+            return Role(raw)
+        if kind == "StartMode":
+            return StartMode(raw)
+    except ValueError:
+        remedies = {
+            "Role": "write one of " + ", ".join(Role),
+            "StartMode": "write one of " + ", ".join(StartMode),
+        }
+        raise InvalidField(_flag(name), raw, remedies.get(kind, "write a finite number")) from None
+    return str(raw)
+
+
+def _checked(s: AgentSettings) -> AgentSettings:
+    for name in ("worker_id", "model", "router"):
+        if not getattr(s, name):
+            raise InvalidField(_flag(name), "", "give a non-empty text")
+    if s.engine not in ENGINES:
+        raise InvalidField("--engine", s.engine, "write one of " + ", ".join(ENGINES))
+    if (s.engine == "attached") != bool(s.engine_url):
+        raise InvalidField(
+            "--engine-url", s.engine_url, "give it with --engine attached, only then"
+        )
+    if s.engine != "attached" and not s.registry:
+        raise InvalidField("--registry", "", "give the registry's address, host:port")
+    for name in ("generation", "staging_bytes", "read_connections", "cache_bytes_max"):
+        if getattr(s, name) < 1:
+            raise InvalidField(_flag(name), getattr(s, name), "use a whole number from 1")
+    for name in ("kv_tokens", "transfer_readers_max", "transfer_bytes_per_s"):
+        if getattr(s, name) < 0:
+            raise InvalidField(_flag(name), getattr(s, name), "use a number from 0")
+    for name in ("fetch_limit_s", "stall_s", "start_limit_s", "drain_deadline_s"):
+        if getattr(s, name) <= 0:
+            raise InvalidField(_flag(name), getattr(s, name), "use seconds above 0")
+    return s

@@ -1,0 +1,420 @@
+"""The life of a start, from lease to admission, one segment after another (R6, R17, R18).
+
+Owns the sequence: discovery → weights ∥ engine process → verify → engine → canary → group barrier →
+gate. Hands `Started` to `life`. Everything it waits for is either timed by a segment of its own or
+by one that the engine adapter reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from readyplane.core import gate_checks as gc
+from readyplane.core.errors import IdentityMismatch, InvalidField, Refused, Unavailable
+from readyplane.core.identity import Manifest
+from readyplane.core.profile import ClassProfile
+from readyplane.core.startup import SegmentName, WeightTier
+from readyplane.core.worker import CheckResult, Lease, Role, Serving
+from readyplane.kit.clock import Clock
+from readyplane.ports import FetchPlan, GroupStatus, RankReport, Registry, Router
+from readyplane_agent import probes
+from readyplane_agent.arena import Arena
+from readyplane_agent.cache import WeightCache
+from readyplane_agent.engines.layout import arena_layout, tensor_table_document
+from readyplane_agent.engines.openai import OpenAiEngine
+from readyplane_agent.engines.port import EnginePort, EngineSpec
+from readyplane_agent.lifecycle import Event
+from readyplane_agent.loader import Fetched, Loader, Reader, prefault
+from readyplane_agent.settings import AgentSettings
+from readyplane_agent.trace import StartTrace
+
+log = logging.getLogger("agent.start")
+
+RANKS = 1
+CHECKPOINT_ENGINES = ("vllm",)
+BARRIER_POLL_S = 0.5
+SMALL_POLL_S = 0.005
+BARRIER_LIMIT_S = 600.0
+
+
+@dataclass(slots=True)
+class Started:
+    """What a start has brought up so far; `life` releases it whatever happens."""
+
+    manifest: Manifest | None = None
+    arena: Arena | None = None
+    fetched: Fetched | None = None
+    serving: Serving | None = None
+    checks: tuple[CheckResult, ...] = ()
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class Start:
+    """One start of one worker.
+
+    Args:
+        settings, incarnation: who this is. registry: None for an attached engine without one.
+        lease: the lease as it stands now. tell: lifecycle events. started: filled on the way.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        *,
+        incarnation: str,
+        registry: Registry | None,
+        router: Router,
+        engine: EnginePort,
+        profile: ClassProfile,
+        cache: WeightCache | None,
+        clock: Clock,
+        trace: StartTrace,
+        lease: Callable[[], Lease],
+        tell: Callable[[Event], None],
+        started: Started,
+    ) -> None:
+        self._s, self._incarnation = settings, incarnation
+        self._registry_or_none, self._router, self._engine = registry, router, engine
+        self._profile, self._cache, self._clock, self._trace = profile, cache, clock, trace
+        self._lease, self._tell, self._started = lease, tell, started
+        self._loader: Loader | None = None
+
+    @property
+    def _registry(self) -> Registry:
+        if self._registry_or_none is None:
+            raise InvalidField("--registry", "", "give the registry's address")
+        return self._registry_or_none
+
+    @property
+    def manifest_digest(self) -> str:
+        """What the worker serves, as the group is told."""
+        if self._started.manifest is not None:
+            return self._started.manifest.digest
+        return self._s.manifest or f"attached:{self._s.model}"
+
+    async def run(self) -> None:
+        """From lease to admission.
+
+        Raises:
+            ReadyplaneError: why this start has failed.
+        """
+        if self._s.engine == "attached":
+            await self._attach()
+        else:
+            await self._load()
+        await self._engine_up()
+        await self._prove()
+        self._tell(Event.CANARY_PASSED)
+        await self._join()
+
+    async def rejoin(self) -> None:
+        """Prove and hand in everything again, under a lease that was granted anew."""
+        now_s = self._clock.monotonic_s()
+        self._trace = StartTrace(self._clock, process_start_s=now_s)
+        await self._prove()
+        await self._join()
+
+    def stop(self) -> None:
+        """Let loader threads end soon."""
+        if self._loader is not None:
+            self._loader.stop()
+
+    # ----------------------------------------------------------------------- weights
+
+    async def _load(self) -> None:
+        with self._trace.span(SegmentName.ARTIFACT_DISCOVERY) as span:
+            manifest, _ = await asyncio.gather(self._manifest(), self._rank("scheduled"))
+            plan = await self._plan(manifest)
+            arena = Arena(manifest)
+            self._started.manifest, self._started.arena = manifest, arena
+            span.detail = f"{manifest.digest}, {manifest.size_bytes / 1e6:.1f} MB, " + "; ".join(
+                f"{r.source.source_id}: {r.why}" for r in plan.sources[:4]
+            )
+            spec = self._spec(manifest, arena)
+        self._tell(Event.SOURCES_PLANNED)
+        self._loader = Loader(
+            arena,
+            registry=self._registry,
+            clock=self._clock,
+            reader=Reader(self._s.worker_id, self._incarnation, self._s.node),
+            trace=self._trace,
+            cache=self._cache,
+            staging_bytes=self._s.staging_bytes,
+            connections=self._s.read_connections,
+            limit_s=self._s.fetch_limit_s,
+            token=self._s.token,
+        )
+        faulting = asyncio.create_task(prefault(arena, stop=lambda: arena.complete))
+        loading = asyncio.create_task(self._loader.run(plan.sources))
+        try:
+            await self._start_engine(manifest, arena, spec, loading)
+            self._started.fetched = await loading
+        finally:
+            self._loader.stop()
+            await asyncio.wait([faulting, loading])
+        with self._trace.span(SegmentName.VERIFY) as span:
+            await self._verify(manifest, arena, spec)
+            chunks = sum(len(entry.chunks) for entry in manifest.files)
+            span.detail = f"{chunks} chunks, {len(manifest.tensors)} tensors"
+            await self._rank("verified")
+        self._tell(Event.WEIGHTS_VERIFIED)
+        if self._cache is not None and not self._cache.holds(manifest):
+            store = asyncio.to_thread(self._store, self._cache, arena)
+            self._started.tasks.append(asyncio.create_task(store))
+
+    async def _start_engine(
+        self, manifest: Manifest, arena: Arena, spec: EngineSpec, loading: asyncio.Task[Fetched]
+    ) -> None:
+        """Start the engine while the weights come in, as soon as its small files are there."""
+        small = [entry.path for entry in manifest.files if entry.purpose != "weights"]
+        while not (loading.done() or all(arena.has(path) for path in small)):
+            await self._clock.sleep(SMALL_POLL_S)
+        if loading.done() and loading.exception() is not None:
+            return
+        for path in small:
+            _write(self._s.work_dir / "files" / path, arena.view(path))
+        await self._engine.start(spec)
+        self._trace.follow_engine(self._engine.startup_segments)
+
+    async def _manifest(self) -> Manifest:
+        if not self._s.manifest:
+            return await self._registry.resolve(self._s.model)
+        found = await self._registry.get_manifest(self._s.manifest)
+        if found.digest != self._s.manifest:
+            raise IdentityMismatch(
+                "manifest",
+                [f"digest: {found.digest} != {self._s.manifest}"],
+                "ask the registry's owner",
+            )
+        if found.model != self._s.model:
+            raise IdentityMismatch(
+                "manifest", [f"model: {found.model} != {self._s.model}"], "order the right artifact"
+            )
+        return found
+
+    async def _plan(self, manifest: Manifest) -> FetchPlan:
+        return await self._registry.plan_fetch(
+            manifest.digest,
+            worker_id=self._s.worker_id,
+            incarnation=self._incarnation,
+            node=self._s.node,
+        )
+
+    def _spec(self, manifest: Manifest, arena: Arena) -> EngineSpec:
+        work = self._s.work_dir
+        config = work / "config.json"
+        config.write_text(json.dumps(dict(manifest.config)))
+        tokenizers = [e.path for e in manifest.files if e.purpose == "tokenizer"]
+        return EngineSpec(
+            engine_id=self._incarnation,
+            role=self._s.role,
+            model=manifest.model,
+            manifest_digest=manifest.digest,
+            arena_path=arena.path,
+            tensor_table_path=work / "tensors.json",
+            config_path=config,
+            tokenizer_path=work / "files" / tokenizers[0] if tokenizers else None,
+            profile=self._s.profile or self._s.worker_class,
+            work_dir=work,
+            log_path=work / "engine.log",
+            host=self._s.host,
+            mode=self._s.mode,
+            compile_cache_dir=None if self._cache is None else self._cache.folder / "compile",
+            kv_tokens=self._s.kv_tokens,
+            wait_weights=True,
+            extra_args=self._s.engine_args,
+        )
+
+    async def _verify(self, manifest: Manifest, arena: Arena, spec: EngineSpec) -> None:
+        """Seal, check coverage and rank ownership, and only then let the engine have it (R10.3).
+
+        The engine waits for the tensor table, which is therefore written last.
+        """
+        arena.seal()
+        missing = await asyncio.to_thread(probes.missing_tensors, arena, ranks=RANKS)
+        if missing:
+            raise IdentityMismatch("weights", missing[:8], "publish the artifact again")
+        if self._s.engine in CHECKPOINT_ENGINES:
+            # These read a folder; until they map the arena themselves the bytes are copied.
+            for entry in manifest.files:
+                if entry.purpose == "weights":
+                    await asyncio.to_thread(
+                        _write, self._s.work_dir / "files" / entry.path, arena.view(entry.path)
+                    )
+        table = tensor_table_document(arena_layout(manifest), manifest_digest=manifest.digest)
+        _write(spec.tensor_table_path, json.dumps(table).encode())
+
+    def _store(self, cache: WeightCache, arena: Arena) -> None:
+        try:
+            written = cache.store(arena)
+            log.info("weight cache: %.1f MB written", written / 1e6)
+        except OSError as error:
+            log.warning("weight cache not written: %s", error)
+
+    async def _attach(self) -> None:
+        spec = EngineSpec(
+            engine_id=self._incarnation,
+            role=self._s.role,
+            model=self._s.model,
+            manifest_digest=self._s.manifest,
+            arena_path=Path(os.devnull),
+            tensor_table_path=Path(os.devnull),
+            config_path=Path(os.devnull),
+            tokenizer_path=None,
+            profile=self._s.profile or self._s.worker_class,
+            work_dir=self._s.work_dir,
+            log_path=self._s.work_dir / "engine.log",
+        )
+        await self._engine.start(spec)
+        self._tell(Event.ENGINE_FOUND)
+        await self._rank("scheduled")
+        await self._rank("verified")
+
+    # ----------------------------------------------------------------------- proof
+
+    async def _engine_up(self) -> None:
+        if self._s.engine == "attached":
+            with self._trace.span(SegmentName.PARALLEL_INIT, "waiting for the attached engine"):
+                await self._engine.wait_ready(stall_s=self._s.stall_s)
+        else:
+            await self._engine.wait_ready(stall_s=self._s.stall_s, limit_s=self._s.start_limit_s)
+        self._tell(Event.ENGINE_UP)
+
+    def serving(self) -> Serving:
+        """What the engine says, with what only the agent knows."""
+        fetched, arena = self._started.fetched, self._started.arena
+        return replace(
+            self._engine.serving(),
+            profile=self._profile.name,
+            tier=WeightTier.UNKNOWN if fetched is None else fetched.tier,
+            mode=self._s.mode,
+            tokenizer_digest="" if arena is None else probes.tokenizer_digest(arena),
+        )
+
+    async def _prove(self) -> None:
+        """Canary, connector and pool; a check that fails ends the start here, with its reason."""
+        question = probes.Question.of(self._started.manifest)
+        with self._trace.span(SegmentName.CANARY) as span:
+            serving = self.serving()
+            first = await probes.ask(self._engine, question)
+            asked, connector = await asyncio.gather(
+                probes.canary(self._engine, question, first),
+                self._connector(serving, question, first.token_ids),
+            )
+            checks = [*asked, connector, probes.profile_check(self._profile)]
+            checks += self._loaded(serving)
+            checks.append(await probes.kv_pool(self._engine, serving, self._clock))
+            self._started.serving, self._started.checks = serving, tuple(checks)
+            span.detail = f"answered {list(first.token_ids)[:8]}"
+            failed = [f"{c.name}: {c.reason or 'failed'}" for c in checks if not c.passed]
+            if failed:
+                raise Refused("start", failed, "see the evidence in the worker's checks")
+            await self._rank("connected")
+            await self._rank("placed")
+
+    def _loaded(self, serving: Serving) -> list[CheckResult]:
+        arena = self._started.arena
+        if arena is not None:
+            return probes.loaded_checks(
+                arena, tokenizer_digest=serving.tokenizer_digest, ranks=RANKS
+            )
+        names = set(gc.ATTACHED_MAY_SKIP) - {gc.KV_CONNECTOR}
+        return probes.not_applicable(names, "the engine was running before anybody could look")
+
+    async def _connector(
+        self, serving: Serving, question: probes.Question, expected: tuple[int, ...]
+    ) -> CheckResult:
+        if self._s.engine == "attached" and self._s.role is Role.BOTH:
+            why = "it serves both stages: nothing is handed over"
+            return probes.not_applicable([gc.KV_CONNECTOR], why)[0]
+        fleet = await self._router.list_workers(self._s.model)
+        peers = [
+            (w.worker_id, OpenAiEngine(w.serving.engine_url, model=self._s.model))
+            for w in probes.peers_for(
+                fleet, worker_id=self._s.worker_id, role=self._s.role, serving=serving
+            )
+            if w.serving is not None
+        ]
+        return await probes.kv_connector(self._engine, question, expected, peers)
+
+    # ----------------------------------------------------------------------- barrier and gate
+
+    async def _rank(self, step: str) -> GroupStatus:
+        lease = self._lease()
+        status = await self._router.report_rank(
+            RankReport(
+                worker_id=lease.worker_id,
+                incarnation=lease.incarnation,
+                epoch=lease.epoch,
+                rank=0,
+                step=step,
+                manifest_digest=self.manifest_digest if step != "scheduled" else "",
+            )
+        )
+        if status.state == "failed":
+            raise Refused("group", [f"failed at {step}", *status.waiting_for], "order it anew")
+        return status
+
+    async def _join(self) -> None:
+        with self._trace.span(SegmentName.GROUP_BARRIER) as span:
+            group_epoch = await self._barrier()
+            span.detail = f"group epoch {group_epoch}"
+        with self._trace.span(SegmentName.ROUTER_REGISTRATION, "admission"):
+            await self._admit(group_epoch)
+        self._tell(Event.ADMITTED)
+
+    async def _barrier(self) -> int:
+        """Report the last step (which implies the others) until all ranks have done so."""
+        until_s = self._clock.monotonic_s() + BARRIER_LIMIT_S
+        while True:
+            status = await self._rank("canary_passed")
+            if status.state == "published":
+                return status.group_epoch
+            if self._clock.monotonic_s() > until_s:
+                raise Unavailable(
+                    f"the group did not form within {BARRIER_LIMIT_S:.0f} s, waiting for "
+                    + ", ".join(status.waiting_for),
+                    "look at the ranks named",
+                )
+            await self._clock.sleep(BARRIER_POLL_S)
+
+    async def _admit(self, group_epoch: int) -> None:
+        lease, serving = self._lease(), self._started.serving
+        assert serving is not None
+        checks = (
+            *self._started.checks,
+            probes.lease_check(lease.epoch),
+            probes.group_check(group_epoch),
+        )
+        verdict = await self._router.admit(
+            lease.worker_id, lease.incarnation, lease.epoch, serving=serving, checks=checks
+        )
+        if not verdict.admitted:
+            self._tell(Event.REFUSED)
+            raise Refused("admission", verdict.reasons, "see the checks of the worker")
+
+
+async def within(work: Awaitable[None], *, limit_s: float, trace: StartTrace) -> None:
+    """Bound a start as a whole. Raises Unavailable naming the segment that blocks."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await work
+    except TimeoutError:
+        raise Unavailable(
+            f"the start took longer than {limit_s:g} s and hangs in {trace.open_segment() or 'nothing'}",
+            "see the log's end, or raise --start-limit-s",
+        ) from None
+
+
+def _write(path: Path, data: bytes | memoryview) -> None:
+    """Whole or not at all: whoever sees the name sees all bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.replace(path)

@@ -1,0 +1,120 @@
+"""The node's weight cache under several writers, kills, and a full disk (B116, B121)."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from readyplane_agent.arena import Arena
+from readyplane_agent.cache import WeightCache
+from tests.unit.agent_twins import Artifact, artifact
+
+
+def loaded(art: Artifact) -> Arena:
+    arena = Arena(art.manifest)
+    for path, data in art.files.items():
+        entry = arena.entry(path)
+        assert entry is not None
+        for index in range(len(entry.chunks)):
+            start, size = arena.span(path, index)
+            with arena.window(path, index) as window:
+                window[:] = data[start : start + size]
+            arena.mark(path, index)
+    arena.seal()
+    return arena
+
+
+def whole(cache: WeightCache, art: Artifact) -> bool:
+    return all(cache.locate(e).read_bytes() == art.files[e.path] for e in art.manifest.files)
+
+
+def slow_store(folder: str, seed: int, pause_s: float) -> None:
+    """A writer that takes its time, as one on a busy disk does."""
+    real = os.write
+
+    def write(fd: int, data: bytes) -> int:
+        time.sleep(pause_s)
+        return real(fd, data[: 64 * 1024])
+
+    os.write = write  # type: ignore[assignment]
+    WeightCache(Path(folder), bytes_max=2**30).store(loaded(artifact(seed=seed)))
+
+
+def test_many_writers_one_killed(tmp_path: Path) -> None:
+    """B116: ten processes, one killed in the middle: the rest end with verified files."""
+    art = artifact(seed=3)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.unit.agent_twins", "readyplane_agent.cache"])
+    victim = context.Process(target=slow_store, args=(str(tmp_path), 3, 0.2))
+    victim.start()
+    until_s = time.monotonic() + 20
+    while not list(tmp_path.glob("*.part")):
+        assert time.monotonic() < until_s and victim.is_alive()
+        time.sleep(0.005)
+    others = [context.Process(target=slow_store, args=(str(tmp_path), 3, 0.0)) for _ in range(9)]
+    for other in others:
+        other.start()
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join()
+    for other in others:
+        other.join(20)
+        assert other.exitcode == 0
+    cache = WeightCache(tmp_path, bytes_max=2**30)
+    # The file the dead one held may be missing, but nothing half-written has a final name.
+    for entry in art.manifest.files:
+        path = cache.locate(entry)
+        assert not path.exists() or path.read_bytes() == art.files[entry.path]
+    # Its lock went with it: the next start completes the cache.
+    cache.store(loaded(art))
+    assert cache.holds(art.manifest) and whole(cache, art)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_full_disk_leaves_nothing_under_a_final_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    art = artifact()
+    cache = WeightCache(tmp_path, bytes_max=2**30)
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        cache.store(loaded(art))
+    assert not cache.holds(art.manifest)
+    assert [p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == []
+
+
+def test_the_bound_evicts_the_least_used_and_never_what_is_wanted(tmp_path: Path) -> None:
+    first, second = artifact(seed=1), artifact(seed=2)
+    size = first.manifest.size_bytes
+    cache = WeightCache(tmp_path, bytes_max=size + size // 2)
+    cache.store(loaded(first))
+    for entry in first.manifest.files:
+        os.utime(cache.locate(entry), (1, 1))
+    cache.store(loaded(second))
+    assert cache.holds(second.manifest) and not cache.holds(first.manifest)
+    held = sum(p.stat().st_size for p in tmp_path.iterdir() if len(p.name) == 64)
+    assert held <= size + size // 2
+
+
+def test_an_artifact_beyond_the_bound_is_not_cached(tmp_path: Path) -> None:
+    art = artifact()
+    cache = WeightCache(tmp_path, bytes_max=1000)
+    assert cache.store(loaded(art)) == 0
+    assert not cache.holds(art.manifest)
+
+
+def test_files_are_shared_by_content(tmp_path: Path) -> None:
+    """B114: two artifacts live side by side; what they share is stored once."""
+    art, other = artifact(seed=1), artifact(seed=1, golden=(9, 9))
+    assert art.manifest.digest != other.manifest.digest
+    cache = WeightCache(tmp_path, bytes_max=2**30)
+    cache.store(loaded(art))
+    assert cache.holds(other.manifest)
+    assert cache.store(loaded(other)) == 0

@@ -1,0 +1,421 @@
+"""Whole lives of an agent against twins: start, serve, drain, leave, and every way to fail."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from readyplane.core import gate_checks as gc
+from readyplane.core.errors import LostLease, StaleEpoch
+from readyplane.core.startup import SegmentName, WeightTier, critical_path
+from readyplane.core.worker import Role
+from readyplane.kit.clock import SystemClock
+from readyplane.ports import Directive, KvEvent, KvEventBatch
+from readyplane.profiles import load as load_profile
+from readyplane_agent import life as life_module
+from readyplane_agent.cache import WeightCache
+from readyplane_agent.life import Life
+from readyplane_agent.lifecycle import ExitCode, State
+from readyplane_agent.settings import AgentSettings
+from readyplane_agent.trace import StartTrace
+from tests.unit.agent_twins import (
+    Artifact,
+    TwinEngine,
+    TwinRegistry,
+    TwinRouter,
+    artifact,
+    serving,
+    source,
+)
+
+ART = artifact()
+
+
+class World:
+    """One agent with everything around it."""
+
+    def __init__(self, tmp_path: Path, **more: Any) -> None:
+        self.tmp = tmp_path
+        self.router, self.engine = TwinRouter(), TwinEngine()
+        self.registry = TwinRegistry(ART.manifest)
+        self.cache = WeightCache(tmp_path / "cache", bytes_max=2**30)
+        work = tmp_path / "w1"
+        work.mkdir()
+        self.settings = AgentSettings(
+            worker_id="w1",
+            role=Role.PREFILL,
+            model="tiny",
+            router="r:1",
+            registry="g:1",
+            work_dir=work,
+            manifest=ART.manifest.digest,
+            worker_class="h200-slow10",
+            scale_decision_id="d-1",
+            **more,
+        )
+        self.life = self._life("w1-abc")
+
+    def _life(self, incarnation: str) -> Life:
+        clock = SystemClock()
+        now_s = clock.monotonic_s()
+        trace = StartTrace(clock, process_start_s=now_s - 0.05, ordered_at_s=now_s - 0.1)
+        trace.add(SegmentName.RUNTIME_IMPORT, now_s - 0.05, now_s)
+        return Life(
+            self.settings,
+            incarnation=incarnation,
+            registry=self.registry,  # type: ignore[arg-type]
+            router=self.router,  # type: ignore[arg-type]
+            engine=self.engine,
+            profile=load_profile("h200-slow10"),
+            cache=self.cache,
+            clock=clock,
+            trace=trace,
+            random=lambda: 0.5,
+        )
+
+
+@asynccontextmanager
+async def living(tmp_path: Path, art: Artifact = ART, **more: Any) -> AsyncIterator[World]:
+    """A world with a byte store and a running life, which is ended whatever happens."""
+    with serving(art.files) as store:
+        world = World(tmp_path, **more)
+        world.registry.sources = [source(store.url)]
+        yield world
+        running = getattr(world, "running", None)
+        if running is not None and not running.done():
+            running.cancel()
+            await asyncio.wait({running})
+
+
+def begin(world: World) -> asyncio.Task[ExitCode]:
+    world.running = asyncio.create_task(world.life.run())  # type: ignore[attr-defined]
+    return world.running  # type: ignore[attr-defined, no-any-return]
+
+
+async def until(true: Callable[[], bool], *, limit_s: float = 8.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+async def ready(world: World) -> asyncio.Task[ExitCode]:
+    running = begin(world)
+    await until(lambda: world.life.state is State.READY or running.done())
+    assert world.life.state is State.READY, world.life.trace.failure
+    return running
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life_module, "ENGINE_WATCH_S", 0.05)
+    monkeypatch.setattr(life_module, "DRAIN_NEWS_S", 0.05)
+
+
+# --------------------------------------------------------------------------- the good life
+
+
+async def test_a_start_from_order_to_ready_to_gone(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        running = await ready(w)
+        life = w.life
+        assert w.router.steps == ["scheduled", "verified", "connected", "placed", "canary_passed"]
+        told, checks = w.router.admitted[0]
+        by_name = {c.name: c for c in checks}
+        assert set(by_name) == set(gc.GATE_CHECKS)
+        for name, fields in gc.GATE_CHECKS.items():
+            assert by_name[name].passed, by_name[name]
+            assert not [f for f in fields if f not in by_name[name].evidence], name
+        assert by_name[gc.CANARY].evidence["token_ids"] == [7, 8, 9, 2]
+        assert by_name[gc.GROUP].evidence == {"group_epoch": 11}
+        assert told.tier is WeightTier.L4_OBJECT
+        assert told.tokenizer_digest == ART.manifest.tokenizer_digest
+        assert w.router.offers[0].scale_decision_id == "d-1"
+        assert w.router.offers[0].ordered_ago_s is not None
+        # The engine was given the bytes that were verified, without a copy.
+        assert w.engine.spec is not None and w.engine.spec.wait_weights
+        assert set(w.engine.tensors) == {t.name for t in ART.manifest.tensors}
+        for tensor in ART.manifest.tensors:
+            data = ART.files[tensor.file][tensor.offset_bytes :][: tensor.size_bytes]
+            assert w.engine.tensors[tensor.name] == data
+        # Ready: it gives its weights to others, and the node keeps them.
+        await until(lambda: "peer:w1:w1-abc" in w.registry.announced)
+        peer = w.registry.announced["peer:w1:w1-abc"]
+        assert (peer.tier, peer.incarnation) == (WeightTier.L1_HOST, "w1-abc")
+        await until(lambda: w.cache.holds(ART.manifest))
+
+        w.router.directives = [Directive("drain", 30.0, "scale down")]
+        assert await running is ExitCode.LEFT
+        assert w.router.left == ["drained"]
+        assert w.registry.withdrawn == ["peer:w1:w1-abc"]
+        assert w.engine.stopped == 1
+        assert life.state is State.GONE
+        assert not w.settings.work_dir.exists()
+
+
+async def test_the_segments_explain_the_start(tmp_path: Path) -> None:
+    """R6.1: exclusive shares and what is unexplained sum to the wall time."""
+    async with living(tmp_path) as w:
+        w.engine.init_s = 0.5
+        await ready(w)
+        assert w.life.ready_s is not None
+        trace = w.life.trace
+        path = critical_path(trace.segments(), start_s=trace.begin_s, end_s=w.life.ready_s)
+        assert path.unexplained_fraction < 0.05, path
+        assert {
+            SegmentName.SCHEDULE,
+            SegmentName.RUNTIME_IMPORT,
+            SegmentName.ARTIFACT_DISCOVERY,
+            SegmentName.WEIGHT_TRANSFER,
+            SegmentName.VERIFY,
+            SegmentName.COMPILE,
+            SegmentName.CANARY,
+            SegmentName.GROUP_BARRIER,
+            SegmentName.ROUTER_REGISTRATION,
+        } <= set(path.inclusive_s)
+        assert all(s.end_s is not None for s in trace.segments())
+        assert path.dominant is SegmentName.COMPILE
+        # The router hears the finished segments once more after admission.
+        await until(lambda: w.router.renewals[-1].load is not None)
+        told = [r.progress for r in w.router.renewals if r.progress is not None][-1]
+        assert all(s.end_s is not None for s in told.segments)
+
+
+async def test_the_lease_comes_first_and_a_hang_is_seen(tmp_path: Path) -> None:
+    """A start that hangs shows its blocking segment and the end of the log at the router."""
+    async with living(tmp_path) as w:
+        w.engine.hang = True
+        begin(w)
+
+        def blocked() -> bool:
+            progress = [r.progress for r in w.router.renewals if r.progress is not None]
+            return bool(progress) and any(
+                s.name is SegmentName.COMPILE and s.end_s is None for s in progress[-1].segments
+            )
+
+        await until(blocked)
+        assert w.router.renewals[-1].progress is not None
+        assert w.router.renewals[-1].progress.log_tail == "engine log"
+        assert w.life.state is State.STARTING
+        w.life.signalled()
+        assert await w.running is ExitCode.LEFT  # type: ignore[attr-defined]
+        assert w.engine.stopped == 1
+
+
+async def test_a_second_start_on_the_node_reads_the_cache(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        running = await ready(w)
+        await until(lambda: w.cache.holds(ART.manifest))
+        w.life.direct(Directive("stop"))
+        assert await running is ExitCode.LEFT
+        w.registry.sources = []
+        w.engine, w.router = TwinEngine(), TwinRouter()
+        w.settings.work_dir.mkdir()
+        w.life = w._life("w1-def")
+        await ready(w)
+        assert w.router.admitted[0][0].tier is WeightTier.L2_NVME
+
+
+# --------------------------------------------------------------------------- failing starts
+
+
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (lambda w: setattr(w.router, "refuse", ("canary: wrong", "kv_pool: 0")), "kv_pool: 0"),
+        (lambda w: setattr(w.engine, "die_in_start", True), "out of memory"),
+        (lambda w: setattr(w.engine, "golden", (1, 1, 1, 2)), "canary: answered"),
+        (lambda w: setattr(w.engine, "golden", (7, 8, 9, 2, 9, 2)), "canary"),
+        (lambda w: w.registry.manifests.clear(), "not known"),
+        (lambda w: w.registry.sources.clear(), "no source holds"),
+    ],
+)
+async def test_a_failed_start_says_why_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[World], None], says: str
+) -> None:
+    from readyplane_agent import loader as loader_module
+
+    monkeypatch.setattr(loader_module, "ROUNDS_MAX", 2)
+    async with living(tmp_path) as w:
+        spoil(w)
+        code = await asyncio.wait_for(begin(w), 10)
+        assert code is ExitCode.START_FAILED
+        assert says in w.life.trace.failure
+        last = w.router.renewals[-1].progress
+        assert last is not None and says in last.failure
+        assert w.router.steps[-1] == "failed"
+        assert says in w.router.left[0]
+        assert not w.router.admitted
+        assert w.engine.stopped == 1
+        arena = w.life.started.arena
+        assert arena is None or arena.fd == -1
+        assert not w.settings.work_dir.exists()
+        assert "peer:w1:w1-abc" not in w.registry.announced
+
+
+async def test_wrong_bytes_are_never_ready(tmp_path: Path) -> None:
+    """B117, end to end: one byte of one tensor."""
+    wrong = dict(ART.files)
+    data = bytearray(wrong["model-1.safetensors"])
+    data[-9] ^= 1
+    wrong["model-1.safetensors"] = bytes(data)
+    async with living(tmp_path, Artifact(ART.manifest, wrong)) as w:
+        assert await asyncio.wait_for(begin(w), 10) is ExitCode.START_FAILED
+        assert "model-1.safetensors: chunk" in w.life.trace.failure
+        assert not w.router.admitted
+        assert not w.cache.holds(ART.manifest)
+
+
+async def test_a_start_that_takes_too_long_names_its_segment(tmp_path: Path) -> None:
+    async with living(tmp_path, start_limit_s=0.8) as w:
+        w.engine.hang = True
+        assert await asyncio.wait_for(begin(w), 10) is ExitCode.START_FAILED
+        assert "hangs in compile" in w.life.trace.failure
+
+
+async def test_a_manifest_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = artifact(model="other")
+    async with living(tmp_path) as w:
+        w.registry.manifests = {ART.manifest.digest: other.manifest}
+        assert await asyncio.wait_for(begin(w), 10) is ExitCode.START_FAILED
+        assert "digest" in w.life.trace.failure
+
+
+# --------------------------------------------------------------------------- serving
+
+
+async def test_sigterm_drains_before_leaving(tmp_path: Path) -> None:
+    """B61, B65: the router hears of it first, work ends first, then lease and engine go."""
+    async with living(tmp_path) as w:
+        running = await ready(w)
+        w.engine.idle = False
+        w.life.signalled()
+        await until(lambda: w.life.state is State.DRAINING)
+        await until(lambda: bool(w.router.drains))
+        await asyncio.sleep(0.3)
+        assert not running.done() and w.engine.stopped == 0
+        assert not any(r.drained for r in w.router.renewals)
+        w.engine.idle = True
+        assert await running is ExitCode.LEFT
+        assert any(r.drained for r in w.router.renewals)
+        assert w.engine.stopped == 1
+
+
+async def test_a_second_sigterm_leaves_at_once(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        running = await ready(w)
+        w.engine.idle = False
+        w.life.signalled()
+        w.life.signalled()
+        assert await asyncio.wait_for(running, 3) is ExitCode.LEFT
+        assert w.engine.stopped == 1
+        assert w.router.left
+
+
+async def test_a_drain_is_bounded_by_its_deadline(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        running = await ready(w)
+        w.engine.idle = False
+        w.router.directives = [Directive("drain", 0.3, "scale down")]
+        assert await asyncio.wait_for(running, 5) is ExitCode.LEFT
+        assert "deadline" in w.router.left[0]
+
+
+async def test_a_router_that_is_away_ends_nobody(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        running = await ready(w)
+        w.router.away = True
+        await until(lambda: w.life.session.failures >= 2)
+        assert w.life.state is State.READY and not running.done()
+        w.router.away = False
+        count = len(w.router.renewals)
+        await until(lambda: len(w.router.renewals) > count)
+        assert w.life.state is State.READY and len(w.router.offers) == 1
+        # What may have been lost is told anew.
+        assert w.life.kv.replays >= 1
+
+
+async def test_a_router_that_came_back_empty_gets_everything_again(tmp_path: Path) -> None:
+    """Same incarnation, new epoch, the gate passed again; the engine never stopped."""
+    async with living(tmp_path) as w:
+        await ready(w)
+        w.router.lease = None
+        w.router.admitted.clear()
+        await until(lambda: len(w.router.admitted) == 1 and w.life.state is State.READY)
+        assert [o.incarnation for o in w.router.offers] == ["w1-abc", "w1-abc"]
+        checks = {c.name: c for c in w.router.admitted[0][1]}
+        assert checks[gc.LEASE].evidence == {"epoch": 2}
+        assert w.engine.stopped == 0
+
+
+@pytest.mark.parametrize("how", ["stale", "lost"])
+async def test_a_fenced_worker_stops_serving(tmp_path: Path, how: str) -> None:
+    async with living(tmp_path) as w:
+        running = await ready(w)
+        if how == "stale":
+            w.router.fail_next = [StaleEpoch("epoch", 9, 1, "stop")]
+        else:
+            w.router.register_error = LostLease("w1", "w1-abc", "a newer incarnation took over")
+            w.router.fail_next = [LostLease("w1", "w1-abc", "another incarnation has it")]
+        assert await asyncio.wait_for(running, 5) is ExitCode.FENCED
+        assert w.engine.stopped == 1
+        assert not w.router.left, "the name is somebody else's now (B145)"
+
+
+async def test_the_engines_death_ends_the_worker_loudly(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        running = await ready(w)
+        w.engine.returncode = -11
+        assert await asyncio.wait_for(running, 5) is ExitCode.ENGINE_DIED
+        assert "ended with -11" in w.router.left[0]
+        last = w.router.renewals[-1].progress
+        assert last is not None and "ended with -11" in last.failure
+
+
+async def test_kv_events_travel_and_are_replayed_when_asked(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        await ready(w)
+        w.engine.events.put_nowait(KvEventBatch(0, (KvEvent("stored", (1, 2, 3)),)))
+
+        def told() -> list[KvEventBatch]:
+            return [b for r in w.router.renewals for b in r.kv_events]
+
+        await until(lambda: len(told()) == 1)
+        assert told()[0].sequence == 1
+        w.router.directives = [Directive("replay_kv")]
+        await until(lambda: len(told()) == 2)
+        assert [e.kind for e in told()[1].events] == ["cleared", "stored"]
+        assert told()[1].sequence == 2
+
+
+async def test_metrics_and_health_are_served(tmp_path: Path) -> None:
+    from readyplane_agent.engines.exchange import exchange
+
+    async with living(tmp_path) as w:
+        await ready(w)
+        page = (await exchange(w.life.transfer.url, "/metrics")).body.decode()
+        assert 'readyplane_agent_start_segment_seconds{worker_id="w1"' in page
+        size = ART.manifest.size_bytes
+        assert f'tier="L4"}} {size}' in page
+        health = await exchange(w.life.transfer.url, "/healthz")
+        assert (health.status, health.body) == (200, b"ready\n")
+
+
+async def test_a_router_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        w.router.away = True
+        begin(w)
+        await asyncio.sleep(0.3)
+        assert w.life.state is State.NEW
+        w.router.away = False
+        await until(lambda: w.life.state is State.READY)
+
+
+async def test_an_unwanted_start_leaves_without_draining(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        w.engine.hang = True
+        w.router.directives = [Directive("drain", 300.0, "not needed any more")]
+        assert await asyncio.wait_for(begin(w), 5) is ExitCode.LEFT
+        assert w.engine.stopped == 1

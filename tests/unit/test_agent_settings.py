@@ -1,0 +1,72 @@
+"""Flags, environment and defaults of an agent: one clear error each."""
+
+from pathlib import Path
+
+import pytest
+
+from readyplane.core.errors import InvalidField
+from readyplane.core.startup import StartMode
+from readyplane.core.worker import Role
+from readyplane_agent.settings import AgentSettings, parse
+
+FULL = [
+    *("--worker-id", "w1", "--role", "prefill", "--model", "m", "--worker-class", "c"),
+    *("--manifest", "sha256:x", "--generation", "2", "--mode", "eager", "--node", "n"),
+    *("--registry", "r:1", "--router", "r:2", "--work-dir", "/tmp/w", "--engine", "modelled"),
+    *("--profile", "h200-slow10"),
+]
+
+
+def parsed(*more: str, **env: str) -> AgentSettings:
+    return parse([*FULL, *more], env)
+
+
+def test_flags_of_an_actuator() -> None:
+    s = parsed("--scale-decision-id", "", READYPLANE_ORDERED_AT_MONOTONIC_S="12.5")
+    assert (s.role, s.mode, s.generation) == (Role.PREFILL, StartMode.EAGER, 2)
+    assert s.work_dir == Path("/tmp/w")
+    assert s.ordered_at_s == 12.5
+    assert s.scale_decision_id == ""
+    assert s.engine_args == ()
+
+
+def test_a_flag_is_above_the_environment_is_above_the_default() -> None:
+    assert parsed().read_connections == 4
+    assert parsed(READYPLANE_READ_CONNECTIONS="7").read_connections == 7
+    assert parsed("--read-connections", "2", READYPLANE_READ_CONNECTIONS="7").read_connections == 2
+    assert parsed("--engine-arg=--x=1", "--engine-arg=-y").engine_args == ("--x=1", "-y")
+
+
+@pytest.mark.parametrize(
+    "more, field",
+    [
+        (("--role", "both-of-them"), "--role"),
+        (("--mode", "fast"), "--mode"),
+        (("--generation", "two"), "--generation"),
+        (("--generation", "0"), "--generation"),
+        (("--staging-bytes", "-1"), "--staging-bytes"),
+        (("--stall-s", "nan"), "--stall-s"),
+        (("--drain-deadline-s", "0"), "--drain-deadline-s"),
+        (("--engine", "magic"), "--engine"),
+        (("--engine", "attached"), "--engine-url"),
+        (("--engine-url", "http://x:1"), "--engine-url"),
+        (("--registry", ""), "--registry"),
+        (("--worker-id", ""), "--worker-id"),
+        (("--transfer-bytes-per-s", "inf"), "--transfer-bytes-per-s"),
+    ],
+)
+def test_a_wrong_value_names_flag_and_remedy(more: tuple[str, ...], field: str) -> None:
+    with pytest.raises(InvalidField, match=field):
+        parsed(*more)
+
+
+def test_a_missing_flag_names_its_variable() -> None:
+    with pytest.raises(InvalidField, match="READYPLANE_MODEL"):
+        parse(["--worker-id", "w", "--role", "decode"], {})
+
+
+def test_an_unknown_flag_is_never_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parsed("--worker-clas", "x")
+    assert left.value.code == 2
+    assert "--worker-clas" in capsys.readouterr().err
