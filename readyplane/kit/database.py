@@ -30,10 +30,14 @@ CONNECTIONS_EXTRA_MAX = 5
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 15.0
 MIGRATION_WAIT_S = 60
+MIGRATION_S_MAX = 600.0
 
 
-def async_engine(url: str) -> AsyncEngine:
+def async_engine(url: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> AsyncEngine:
     """An engine over asyncpg; `postgres://` and `postgresql://` URLs are taken as they are.
+
+    Args:
+        url: database. call_timeout_s: bound of one statement.
 
     Raises:
         InvalidField: `database_url` is empty, malformed or not Postgres.
@@ -56,7 +60,7 @@ def async_engine(url: str) -> AsyncEngine:
         pool_pre_ping=True,
         connect_args={
             "timeout": CONNECT_TIMEOUT_S,
-            "command_timeout": CALL_TIMEOUT_S,
+            "command_timeout": call_timeout_s,
             "server_settings": {"application_name": "readyplane"},
         },
     )
@@ -97,7 +101,7 @@ async def migrate(url: str, package: str) -> None:
         InvalidField: `database_url` is wrong. Unavailable: the database cannot be reached.
     """
     table = f"alembic_version_{package.removeprefix('readyplane_')}"
-    engine = async_engine(url)
+    engine = async_engine(url, call_timeout_s=MIGRATION_S_MAX)
     try:
         with database_errors():
             async with engine.begin() as connection:

@@ -81,14 +81,15 @@ async def _on_invalid(_request: Request, error: Exception) -> Response:
     where = [str(part) for part in first["loc"]]
     field = where[0] if first["type"] == "json_invalid" else ".".join(where[1:]) or where[0]
     cls = UnknownField if first["type"] == "extra_forbidden" else InvalidField
-    remedy = "remove it" if cls is UnknownField else str(first["msg"]).lower()
+    said = str(first["msg"]).removeprefix("Value error, ")
+    remedy = "remove it" if cls is UnknownField else said[:1].lower() + said[1:]
     return error_response(cls(field, first.get("input"), remedy))
 
 
 async def _on_http(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = {"reason": "NotFound" if error.status_code == 404 else "HttpError"}
-    body |= {"message": str(error.detail), "remedy": "see /docs for what is served here"}
+    body |= {"message": str(error.detail), "remedy": "/openapi.json lists what is served here"}
     return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
 
 

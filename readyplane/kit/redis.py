@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from readyplane.core.errors import InvalidField, Refused, Unavailable
@@ -19,7 +19,6 @@ from readyplane.kit.telemetry import mask_url
 CONNECT_TIMEOUT_S = 2.0
 CALL_TIMEOUT_S = 5.0
 CONNECTIONS_MAX = 64
-RETRIES_MAX = 1
 
 
 def connect(url: str) -> redis.asyncio.Redis:
@@ -42,7 +41,9 @@ def connect(url: str) -> redis.asyncio.Redis:
             socket_keepalive=True,
             health_check_interval=15,
             max_connections=CONNECTIONS_MAX,
-            retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), RETRIES_MAX),
+            # A command whose answer was lost may have been done: whoever knows whether it may be
+            # done twice repeats it. (A connection found closed is replaced before it is used.)
+            retry=Retry(NoBackoff(), 0),
             client_name="readyplane",
         )
     except ValueError as error:

@@ -119,6 +119,9 @@ class ServiceServer:
             InvalidField: a port is in use, or the address is not of this machine.
             Exception: whatever a background task failed with.
         """
+        if self.settings.ready_file is not None:  # one of an earlier life would mislead
+            with contextlib.suppress(OSError):
+                self.settings.ready_file.unlink(missing_ok=True)
         stop_tracing = telemetry.setup_tracing(self.name, self.settings.otlp_endpoint)
         listening = _listen(self.settings.host, self.settings.http_port)
         try:

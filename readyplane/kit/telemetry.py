@@ -315,7 +315,7 @@ def setup_tracing(name: str, otlp_endpoint: str = "") -> Callable[[], None]:
 
     provider = TracerProvider(resource=Resource.create({"service.name": f"readyplane-{name}"}))
     exporter = OTLPSpanExporter(
-        endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https://"), timeout=5
+        endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https://"), timeout=2
     )
     provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=4096))
     trace.set_tracer_provider(provider)

@@ -26,6 +26,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 MESSAGE_BYTES_MAX = 1_000
 ARGUMENT_BYTES_MAX = 600
 ARGUMENTS_BYTES_MAX = 2_400
+VALUE_BYTES_MAX = 16_384
 
 _STATUS: Mapping[type[ReadyplaneError], tuple[grpc.StatusCode, int]] = {
     tree.InvalidField: (grpc.StatusCode.INVALID_ARGUMENT, 422),
@@ -213,11 +214,12 @@ def _rebuilt(
 
 
 def _plain(value: object) -> object:
+    """The value if JSON holds it and it is not huge, else the beginning of its text."""
     try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
         return repr(value)[:ARGUMENT_BYTES_MAX]
-    return value
+    return value if len(text) <= VALUE_BYTES_MAX else _shortened(text, ARGUMENT_BYTES_MAX)
 
 
 def _to_json(value: object, bytes_max: int) -> str:

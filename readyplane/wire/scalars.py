@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from readyplane.core.errors import InvalidField
-from readyplane.core.identity import canonical, parse
+from readyplane.core.identity import parse
 
 E = TypeVar("E", bound=StrEnum)
 NANOS = 1_000_000_000
@@ -82,9 +82,20 @@ def enum_of(kind: type[E], text: str, field: str, default: E | None = None) -> E
         raise InvalidField(field, text, "write one of " + ", ".join(kind)) from None
 
 
-def json_of(value: Mapping[str, Any] | None) -> str:
-    """Canonical JSON of an object; empty for None."""
-    return "" if value is None else canonical(value).decode()
+def json_of(value: Mapping[str, Any] | None, field: str = "document") -> str:
+    """JSON of an object, keys sorted; empty for None.
+
+    Raises:
+        InvalidField: a value that JSON cannot hold.
+    """
+    if value is None:
+        return ""
+    try:
+        return json.dumps(
+            value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True
+        )
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidField(field, str(value)[:120], f"use values of JSON ({error})") from error
 
 
 def object_of(text: str, field: str) -> dict[str, Any]:
@@ -99,8 +110,3 @@ def object_of(text: str, field: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidField(field, text, "send a JSON object")
     return found
-
-
-def plain_json(value: object) -> str:
-    """JSON of a document of our own making, as it is."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

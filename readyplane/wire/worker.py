@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from typing import Any
+
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import KvFormat
 from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
@@ -28,6 +32,7 @@ from readyplane.wire.scalars import (
     since,
 )
 
+EVIDENCE_KEPT_MAX = 32_768
 _ROLES = {
     Role.PREFILL: pb.ROLE_PREFILL,
     Role.DECODE: pb.ROLE_DECODE,
@@ -192,11 +197,8 @@ def load_report_to_proto(load: LoadReport) -> pb.LoadReport:
 
 def load_report_from_proto(message: pb.LoadReport) -> LoadReport:
     """Message as load; what is absent is None."""
-    known = {
-        name: getattr(message, name) if message.HasField(name) else None  # type: ignore[arg-type]
-        for name in _LOAD_COUNTS
-    }
-    return LoadReport(**known, age_s=message.age_s)
+    known: dict[str, Any] = {descriptor.name: value for descriptor, value in message.ListFields()}
+    return LoadReport(**known)
 
 
 def check_result_to_proto(check: CheckResult) -> pb.CheckResult:
@@ -204,15 +206,21 @@ def check_result_to_proto(check: CheckResult) -> pb.CheckResult:
     return pb.CheckResult(
         name=check.name,
         passed=check.passed,
-        evidence_json=json_of(check.evidence),
+        evidence_json=json_of(check.evidence, f"checks.{check.name}.evidence"),
         reason=check.reason,
     )
 
 
 def check_result_from_proto(message: pb.CheckResult) -> CheckResult:
     """Message as check."""
-    evidence = object_of(message.evidence_json, f"checks.{message.name}.evidence_json")
-    return CheckResult(message.name, message.passed, evidence, message.reason)
+    evidence = _evidence(message.evidence_json, f"checks.{message.name}.evidence_json")
+    return CheckResult(message.name, message.passed, dict(evidence), message.reason)
+
+
+@functools.lru_cache(maxsize=EVIDENCE_KEPT_MAX)
+def _evidence(text: str, field: str) -> Mapping[str, Any]:
+    """Parsed once: the same evidence comes again with every snapshot of the fleet."""
+    return object_of(text, field)
 
 
 def kv_format_to_proto(kv: KvFormat) -> pb.KvFormat:

@@ -41,6 +41,12 @@ def test_a_flag_beats_a_variable_beats_the_default(monkeypatch: pytest.MonkeyPat
     assert (found.ttl_s, found.eager, found.blob_dir, found.limit) == (9.0, False, Path("/x"), 3)
 
 
+def test_a_variable_of_another_service_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("READYPLANE_ORDERED_AT_MONOTONIC_S", "12.5")
+    monkeypatch.setenv("READYPLANE_NONSENSE", "x")
+    assert parse() == parse()
+
+
 def test_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("--peers", "a", "--peers", "b").peers == ("a", "b")
     monkeypatch.setenv("READYPLANE_PEERS", '["c"]')
@@ -76,6 +82,11 @@ def test_an_unknown_flag_names_the_nearest() -> None:
         parse("--zzz")
     with pytest.raises(UnknownField):
         parse("--blob", "/x")  # no abbreviations: a later flag could change what they mean
+
+
+def test_a_flag_without_its_value() -> None:
+    with pytest.raises(InvalidField, match="--host: expected one argument"):
+        parse("--host")
 
 
 def test_help_lists_every_flag_with_variable_and_default(
