@@ -183,6 +183,7 @@ class EngineModel:
         self._waiting: deque[_Sequence] = deque()
         self._arrived: deque[_Sequence] = deque()
         self._decoding: dict[_Sequence, None] = {}
+        self._silent: dict[_Sequence, None] = {}  # decoding, and nobody has seen a token yet
         self._prefilling: _Sequence | None = None
         self._loading = 0
         self._finishes: list[tuple[int, int, _Sequence]] = []
@@ -379,7 +380,9 @@ class EngineModel:
                 return _NEVER
         if not span.target:
             span.target = span.most
-            if self.coalesce_s is not None and self._decoding:
+            if self._silent:
+                span.target = span.done + 1  # a first token is told when it is there
+            elif self.coalesce_s is not None and self._decoding:
                 due = span.reached(self._flushed_s + self.coalesce_s, span.most)
                 span.target = max(due, span.done + 1)
             span.target_s = span.end(span.target)
@@ -410,6 +413,9 @@ class EngineModel:
         assert span is not None
         self._complete(span, span.target, now_s)
         span.target = 0
+        for sequence in self._silent:
+            self._show(sequence, self._emitted(sequence), now_s)
+        self._silent.clear()
         if span.done >= span.most:
             self._span = None
             self._t = now_s
@@ -591,6 +597,8 @@ class EngineModel:
         left = sequence.request.output_tokens - sequence.emitted
         sequence.finish_at = self._iteration + left
         self._decoding[sequence] = None
+        if not sequence.shown:
+            self._silent[sequence] = None
         self._kv_tokens += kv
         self._phase[(self._iteration - kv) % self.block_size] += 1
         self._ties += 1
@@ -639,6 +647,7 @@ class EngineModel:
             self._kv_tokens -= sequence.kv
             sequence.private = -(-sequence.kv // self.block_size) - len(sequence.blocks)
             del self._decoding[sequence]
+            self._silent.pop(sequence, None)
         elif sequence.state == "prefilling":
             self._prefilling = None
             self._waiting_prefill -= sequence.total - sequence.computed
