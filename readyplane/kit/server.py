@@ -98,6 +98,8 @@ class ServiceServer:
 
         A service that never says so is ready as soon as its background work has started.
         """
+        if ok and self.stopping.is_set():  # a health loop that has not heard of the end yet
+            return
         if self._ready is not ok or self._why != why:
             log.info("ready" if ok else "not ready", extra={"why": why} if why else {})
         self._ready, self._why = ok, why

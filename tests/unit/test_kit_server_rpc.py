@@ -154,6 +154,20 @@ async def test_a_service_that_says_it_is_not_ready_stays_so(tmp_path: Path) -> N
         assert await check_health(server, "") == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+async def test_what_is_stopping_is_never_ready_again(tmp_path: Path) -> None:
+    server = make(tmp_path)
+    seen: list[int] = []
+
+    async def on_stop() -> None:
+        server.set_ready(True)
+        async with httpx.AsyncClient(base_url=server.http_url) as client:
+            seen.append((await client.get("/readyz")).status_code)
+
+    async with running(server, on_stop=on_stop):
+        pass
+    assert seen == [503]
+
+
 async def test_reflection_names_the_services(tmp_path: Path) -> None:
     server = make(tmp_path, token="t")
     async with running(server), grpc.aio.insecure_channel(server.grpc_address) as channel:
