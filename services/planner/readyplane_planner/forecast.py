@@ -15,8 +15,12 @@ from dataclasses import dataclass, replace
 
 EXPERTS = ("window", "last_30s", "ewma_60s", "ewma_180s", "ewma_600s", "holt_damped")
 TAUS_S = (60.0, 180.0, 600.0)
-PENDING_MAX = 32
-SCORES_MAX = 200
+PENDING_MAX = 12
+PENDING_SPACING = 8
+"""A forecast is kept for judging every eighth of its horizon: closer ones tell the same again."""
+SCORES_MAX = 400
+PEAK_TAU_S = 1800.0
+PEAK_ROOM = 1.25
 SCORES_FEW = 20
 LEARNING_RATE = 8.0
 LOSS_MEMORY = 0.95
@@ -40,7 +44,7 @@ class Knobs:
     window_s: float = 10.0
     warmup_s: float = 120.0
     prior_margin: float = 0.3
-    aci_step: float = 0.01
+    aci_step: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Series:
     """Everything a series remembers; bounded, serialisable, replaced and never changed.
 
     Attributes:
+        peak: largest rate of a window, fading over PEAK_TAU_S.
         total: work integrated since `begun_s`, in tokens. recent: (time, total) of the last 30 s.
         scores: (residual of the largest rate, as a share of the scale, and its horizon).
         miss: the adaptive miss rate. covered, judged: how often the bound held.
@@ -71,6 +76,7 @@ class Series:
     begun_s: float | None = None
     updated_s: float = 0.0
     total: float = 0.0
+    peak: float = 0.0
     recent: tuple[tuple[float, float], ...] = ()
     ewma: tuple[float, ...] = ()
     holt_level: float = 0.0
@@ -126,7 +132,9 @@ def update(series: Series, rate: float, *, dt_s: float, now_s: float, knobs: Kno
         ewma=_ewma(series.ewma, rate, dt_s),
     )
     fresh = _holt(fresh, rate, dt_s, first=not series.ewma)
-    return _judge(fresh, _trailing(fresh, knobs.window_s), now_s=now_s, knobs=knobs)
+    now = _trailing(fresh, knobs.window_s)
+    fresh = replace(fresh, peak=max(now, series.peak * math.exp(-dt_s / PEAK_TAU_S)))
+    return _judge(fresh, now, now_s=now_s, knobs=knobs)
 
 
 def predict(series: Series, *, horizon_s: float, knobs: Knobs) -> Forecast:
@@ -139,10 +147,13 @@ def predict(series: Series, *, horizon_s: float, knobs: Knobs) -> Forecast:
     scale = max(level, series.ewma[-1])
     margin = _margin(series, horizon_s, knobs)
     now = experts[0]
+    # Scores of quiet times, laid on a busy level, ask for several times of all that was ever seen:
+    # on/off traffic is bounded by its own peaks.
+    most = max(PEAK_ROOM * series.peak, level * (1.0 + _prior(horizon_s, knobs)))
     return Forecast(
         level=level,
         # What already arrives is a floor: a bound below it would be refuted as it is made.
-        upper=max(level + margin * scale, now),
+        upper=max(min(level + margin * scale, most), now),
         lower=max(0.0, level - margin * scale),
         now=now,
         horizon_s=horizon_s,
@@ -154,10 +165,10 @@ def predict(series: Series, *, horizon_s: float, knobs: Knobs) -> Forecast:
 
 
 def remember(series: Series, made: Forecast, *, now_s: float, knobs: Knobs) -> Series:
-    """Keep a forecast until its horizon has passed; spaced so that at most PENDING_MAX wait."""
+    """Keep a forecast until its horizon has passed; spaced, so that few wait."""
     if not series.ewma or series.begun_s is None or now_s - series.begun_s < knobs.window_s:
         return series
-    spacing_s = made.horizon_s / (PENDING_MAX - 2)
+    spacing_s = made.horizon_s / PENDING_SPACING
     if series.pending and now_s - series.pending[-1].made_s < spacing_s:
         return series
     kept = Pending(
@@ -241,7 +252,7 @@ def _margin(series: Series, horizon_s: float, knobs: Knobs) -> float:
     Scores of another horizon are stretched by the square root of the ratio, so that a changed
     T_ready shows at once and not after a window of new scores (R5.2).
     """
-    prior = knobs.prior_margin * (0.4 + 0.6 * math.sqrt(horizon_s / 60.0))
+    prior = _prior(horizon_s, knobs)
     count = len(series.scores)
     if count == 0:
         return prior
@@ -254,6 +265,11 @@ def _margin(series: Series, horizon_s: float, knobs: Knobs) -> float:
     measured = max(0.0, stretched[place])
     weight = min(1.0, count / SCORES_FEW)
     return weight * measured + (1.0 - weight) * max(prior, measured)
+
+
+def _prior(horizon_s: float, knobs: Knobs) -> float:
+    """The margin before anything was scored: part of it is noise, part grows with the horizon."""
+    return knobs.prior_margin * (0.4 + 0.6 * math.sqrt(horizon_s / 60.0))
 
 
 def _judge(series: Series, rate: float, *, now_s: float, knobs: Knobs) -> Series:

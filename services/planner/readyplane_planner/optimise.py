@@ -156,10 +156,12 @@ def prefill_workers(
     )
     # A queue that the target leaves room for needs nobody; only what exceeds it is caught up with.
     slack_s = max(0.0, problem.ttft_target_s - model.own_s - model.overhead_s)
+    # Workers that only clear a queue are let go again: not faster than it pays to start them.
+    clear_s = max(problem.catch_up_s, problem.t_ready_p_s / 2.0)
     for n in range(max(1, bounds.low), bounds.high + 1):
         rate = n * model.rate
         excess = max(0.0, left - rate * slack_s * 0.5)
-        if wanted + excess / problem.catch_up_s > rate:
+        if wanted + excess / clear_s > rate:
             continue
         wait_s = capacity.waiting_s(
             demand=wanted,

@@ -65,7 +65,7 @@ class ForecastPolicy(_Strict):
     window_s: Positive | None = None
     warmup_s: Seconds = 120.0
     prior_margin: Share = 0.3
-    aci_step: float = Field(default=0.01, ge=0.0, le=0.1)
+    aci_step: float = Field(default=0.02, ge=0.0, le=0.1)
 
 
 class LoadPolicy(_Strict):

@@ -38,7 +38,7 @@ from readyplane_planner.policy import Policy, make_plan, merged, pool_profiles, 
 from readyplane_planner.signals import Observation, RouterSample, observe
 from readyplane_planner.sources import Look, Sources, allocations
 from readyplane_planner.starts import StartBook, samples_from
-from readyplane_planner.state import History, Seen, state_document
+from readyplane_planner.state import History, Seen, state_document, state_pools
 from readyplane_planner.worktime import WorkerSeconds
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,9 @@ class PlannerService:
         self._current: RouterSample | None = None
         self._history = History()
         self._recent: deque[dict[str, Any]] = deque(maxlen=DECISIONS_SHOWN)
-        self._state: dict[str, Any] | None = None
+        self._last: Seen | None = None
+        self._pools: dict[str, dict[str, Any]] = {}
+        self._plans: tuple[tuple[int, str, bool], Plan] | None = None
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
         self._kept_s: float | None = None
         self._pruned_s: float | None = None
@@ -229,12 +231,11 @@ class PlannerService:
         if leading:
             await self._tidy(now_s, wall_s)
         self._seconds.take(look.instances)
-        self._show(plan, observation, decision, wall_s=wall_s, leading=leading)
-        if self._metrics is not None and self._state is not None:
-            seen = self._seen(plan, observation, decision, wall_s)
+        seen = self._seen(plan, observation, decision, wall_s)
+        self._show(seen, leading=leading)
+        if self._metrics is not None:
             took_s = self._clock.monotonic_s() - started_s
-            pools = self._state["pools"]
-            self._metrics.tick(seen, pools, memory, leading=leading, took_s=took_s)
+            self._metrics.tick(seen, self._pools, memory, leading=leading, took_s=took_s)
         return decision
 
     async def aclose(self) -> None:
@@ -280,14 +281,17 @@ class PlannerService:
         self._digest, self._resolve_error, self._resolved_s = manifest.digest, "", now_s
 
     def _plan(self, *, leading: bool) -> Plan:
-        plan = make_plan(
-            self._policy,
-            version=self._version,
-            manifest_digest=self._digest,
-            profiles=self._profiles,
-        )
-        # A planner that does not lead watches: it holds everything, and acts on nothing.
-        return plan if leading else replace(plan, paused=True)
+        key = (self._version, self._digest, leading)
+        if self._plans is None or self._plans[0] != key:
+            plan = make_plan(
+                self._policy,
+                version=self._version,
+                manifest_digest=self._digest,
+                profiles=self._profiles,
+            )
+            # A planner that does not lead watches: it holds everything, and acts on nothing.
+            self._plans = key, plan if leading else replace(plan, paused=True)
+        return self._plans[1]
 
     def _quantiles(self, name: str, plan: Plan, now_s: float) -> StartQuantiles:
         return self._book.quantiles(
@@ -372,32 +376,30 @@ class PlannerService:
             degraded=self._degraded or self._resolve_error,
         )
 
-    def _show(
-        self,
-        plan: Plan,
-        observation: Observation,
-        decision: Decision,
-        *,
-        wall_s: float,
-        leading: bool,
-    ) -> None:
+    def _show(self, seen: Seen, *, leading: bool) -> None:
+        """Keep what a person may ask for; the whole document is made only when somebody looks."""
         if not leading:
             holder = self._leadership.other or "nobody yet"
-            self._degraded = self._degraded or f"standing by; {holder} leads"
-        state = state_document(self._seen(plan, observation, decision, wall_s), self._recent)
-        self._state = state
-        self._history.add(state)
+            seen = replace(seen, degraded=seen.degraded or f"standing by; {holder} leads")
+        self._last, self._pools = seen, state_pools(seen)
+        self._history.add(seen, self._pools)
+        if not self._watchers:
+            return
+        state = self._document(seen)
         for queue in self._watchers:
             if queue.full():
                 queue.get_nowait()  # a slow watcher skips to the newest
             queue.put_nowait(state)
 
+    def _document(self, seen: Seen) -> dict[str, Any]:
+        return state_document(seen, self._pools, self._recent)
+
     async def state(self, model: str = "") -> dict[str, Any]:
         """See the port. Raises NotFound for another model, Unavailable before the first tick."""
         self._check(model)
-        if self._state is None:
+        if self._last is None:
             raise Unavailable("the planner has not looked yet", "ask again in a moment")
-        return {**self._state, "history": self._history.document()}
+        return {**self._document(self._last), "history": self._history.document()}
 
     async def watch_state(self, model: str = "") -> AsyncIterator[dict[str, Any]]:
         """See the port; a watcher that falls behind gets the newest state."""
@@ -407,8 +409,8 @@ class PlannerService:
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)
         self._watchers.add(queue)
         try:
-            if self._state is not None:
-                yield self._state
+            if self._last is not None:
+                yield self._document(self._last)
             while True:
                 yield await queue.get()
         finally:
@@ -429,7 +431,7 @@ class PlannerService:
     async def explain(self, decision_id: str) -> dict[str, Any]:
         """See the port."""
         record, outcomes = await self._journal.get(decision_id)
-        rows = self._state["workers"] if self._state is not None else ()
+        rows = [] if self._last is None else self._document(self._last)["workers"]
         return explanation(record, outcomes, {row["worker_id"]: row for row in rows})
 
     # ------------------------------------------------------------------ policy

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from readyplane.core.startup import (
@@ -24,6 +25,7 @@ from readyplane.core.worker import Role, Worker, WorkerState
 SAMPLES_MAX = 64
 SAMPLE_AGE_S_MAX = 6 * 3600.0
 TIER_SAMPLES_MIN = 5
+KNOWN_S_MAX = 60.0
 RUNNING = frozenset({WorkerState.ORDERED, WorkerState.PROVISIONED})
 
 
@@ -102,15 +104,28 @@ class StartBook:
 
     def __init__(self) -> None:
         self._samples: dict[Role, deque[StartSample]] = {}
+        self._known: dict[tuple[Role, str, str, StartQuantiles], tuple[float, StartQuantiles]] = {}
 
     def add(self, role: Role, sample: StartSample) -> None:
         """Keep one more."""
         self._samples.setdefault(role, deque(maxlen=SAMPLES_MAX)).append(sample)
+        self._known.clear()
 
     def quantiles(
         self, role: Role, *, worker_class: str, mode: str, prior: StartQuantiles, now_s: float
     ) -> StartQuantiles:
         """For the class and mode that would be started, and the tier it came from lately."""
+        key = (role, worker_class, mode, prior)
+        known = self._known.get(key)
+        if known is not None and now_s - known[0] < KNOWN_S_MAX:
+            return replace(known[1], age_s=known[1].age_s + now_s - known[0])
+        made = self._measure(role, worker_class, mode, prior, now_s)
+        self._known[key] = now_s, made
+        return made
+
+    def _measure(
+        self, role: Role, worker_class: str, mode: str, prior: StartQuantiles, now_s: float
+    ) -> StartQuantiles:
         fitting = [
             s
             for s in self._samples.get(role, ())

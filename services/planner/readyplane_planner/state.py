@@ -39,17 +39,17 @@ class History:
         self._t: deque[float] = deque(maxlen=HISTORY_MAX)
         self._lists: dict[str, deque[float | None]] = {}
 
-    def add(self, state: Mapping[str, Any]) -> None:
-        """Take the point of a state document."""
-        self._t.append(state["now_s"])
+    def add(self, seen: Seen, pools: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take the point of one tick; `pools` is that part of its document."""
+        self._t.append(seen.wall_s)
         for pool in POOLS:
             for key in POINT:
-                self._put(f"{pool}.{key}", state["pools"][pool][key])
-        for name in ("ttft", "tpot"):
-            actual = state["latency"][name]["actual"]
-            self._put(f"{name}_actual_p90_s", actual["p90_s"])
-            pool = "prefill" if name == "ttft" else "decode"
-            self._put(f"{name}_predicted_s", state["pools"][pool]["predicted_s"])
+                self._put(f"{pool}.{key}", pools[pool][key])
+        for name, pool in (("ttft", "prefill"), ("tpot", "decode")):
+            actual = seen.observation.latency.get(f"{name}_actual")
+            known = actual is not None and actual.count > 0
+            self._put(f"{name}_actual_p90_s", actual.p90_s if known and actual else None)
+            self._put(f"{name}_predicted_s", pools[pool]["predicted_s"])
 
     def document(self) -> dict[str, Any]:
         """The lists as JSON."""
@@ -68,8 +68,12 @@ class History:
         self._lists.setdefault(name, deque(maxlen=HISTORY_MAX)).append(value)
 
 
-def state_document(seen: Seen, decisions: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state, without history."""
+def state_document(
+    seen: Seen,
+    pools: Mapping[str, Mapping[str, Any]],
+    decisions: Iterable[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """One state, without history; `pools` as made by `state_pools`."""
     sample, decision, plan = seen.sample, seen.decision, seen.plan
     workers = () if sample is None else sample.workers
     return {
@@ -80,7 +84,7 @@ def state_document(seen: Seen, decisions: Iterable[Mapping[str, Any]]) -> dict[s
         "slo": {"ttft_s": plan.ttft_s, "tpot_s": plan.tpot_s},
         "degraded": seen.degraded or decision.degraded,
         "lateness_p99_s": _largest(w.load.lateness_p99_s for w in workers),
-        "pools": state_pools(seen),
+        "pools": dict(pools),
         "latency": {
             name: {
                 "actual": _latency(seen.observation.latency.get(f"{name}_actual")),

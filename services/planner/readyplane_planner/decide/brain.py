@@ -65,7 +65,7 @@ def decide(
     seen = _predict(observation, plan, model, pools)
     reasons: list[Reason] = _facts(observation, pools, memory)
     proposal, memory = _propose(observation, plan, memory, model, pools, seen, optimiser, reasons)
-    counts = _counts(observation, plan, model, pools)
+    counts = _counts(observation, plan, memory, model, pools)
     verdicts, memory = _judge(
         observation, plan, memory, pools, counts, proposal, reasons, now_s=now_s
     )
@@ -108,8 +108,6 @@ def decide(
 def _facts(observation: Observation, pools: Both, memory: Memory) -> list[Reason]:
     """What was wrong with the data and what happened to starts, before any rule speaks."""
     reasons = [Reason("bad_value", f"refused sample {name}") for name in observation.bad[:5]]
-    if observation.dead_series:
-        reasons.append(Reason("dead_series", f"{observation.dead_series} ended workers ignored"))
     if observation.idle:
         reasons.append(Reason("idle", "no arrivals and nothing in flight"))
     for pool in pools:
@@ -238,7 +236,7 @@ def _bounds(plan: Plan, name: str) -> Bounds:
 
 
 def _counts(
-    observation: Observation, plan: Plan, model: demand.Needs, pools: Both
+    observation: Observation, plan: Plan, memory: Memory, model: demand.Needs, pools: Both
 ) -> tuple[Counts, Counts]:
     """Counts for the guard; a queue that the TTFT target has no room for is a backlog (B23)."""
     slack_s = max(0.0, plan.ttft_s - model.model_p.own_s)
@@ -246,7 +244,25 @@ def _counts(
     waiting = observation.queue.known and observation.queue.get() > most
     sequences = observation.decoding.get()
     full = max(1, len(pools[1].ready)) * model.model_d.sequences_at(plan.tpot_s)
-    return pools[0].counts(backlog=waiting), pools[1].counts(backlog=sequences > full > 0)
+    return (
+        _without_surge(pools[0].counts(backlog=waiting), pools[0], plan, memory),
+        _without_surge(pools[1].counts(backlog=sequences > full > 0), pools[1], plan, memory),
+    )
+
+
+def _without_surge(counts: Counts, pool: Pool, plan: Plan, memory: Memory) -> Counts:
+    """A roll-out's extra workers stand beside the target and must not become it."""
+    desired = memory.guard(pool.name).desired
+    current = memory.generation.digest
+    digests = [w.manifest_digest for w in pool.ready] + [c.digest for c in pool.coming]
+    rolling = bool(current) and any(digest and digest != current for digest in digests)
+    if not rolling or desired is None:
+        return counts
+    extra = min(plan.surge, max(0, counts.live - desired))
+    from_pending = min(extra, counts.pending)
+    return replace(
+        counts, pending=counts.pending - from_pending, ready=counts.ready - extra + from_pending
+    )
 
 
 def _trust(observation: Observation) -> Trust:
