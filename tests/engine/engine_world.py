@@ -106,7 +106,11 @@ class ModelledFactory:
             log_path=work / "engine.log",
             mode=mode,
             kv_tokens=kv_tokens,
-            extra_args=("--modelled-segments", "", "--kv-hold-s", str(HOLD_S), *extra),
+            extra_args=(
+                *("--modelled-segments", "", "--kv-hold-s", str(HOLD_S)),
+                *("--kv-answer-limit-s", "1"),
+                *extra,
+            ),
         )
 
     @asynccontextmanager

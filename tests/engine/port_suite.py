@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
+from readyplane.core.errors import InvalidField, Unavailable
 from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane_agent.engines.port import EnginePort
 from tests.engine.engine_world import Factory, Traits
@@ -843,4 +843,10 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-__all__ = ["CHECKS", "Check", "ReadyplaneError", "World", "table"]
+if __name__ == "__main__":
+    from pathlib import Path
+
+    document = Path(__file__).parents[2] / "docs" / "engine-port.md"
+    head, begin, rest = document.read_text().partition("<!-- checks begin -->\n")
+    _, end, tail = rest.partition("<!-- checks end -->")
+    document.write_text(head + begin + "\n" + table() + "\n" + end + tail)

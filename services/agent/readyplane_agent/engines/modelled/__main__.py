@@ -185,6 +185,7 @@ def _open_channels(
             kv_format=kv_format,
             on_pulled=runtime.on_pulled,
             on_extend=runtime.on_extend,
+            answer_limit_s=s.kv_answer_limit_s,
         )
         runtime.publisher = KvPublisher(
             context,

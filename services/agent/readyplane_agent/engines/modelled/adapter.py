@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,6 +32,7 @@ from readyplane_agent.engines.vllm_events import KvEventReader
 POLL_S = 0.05
 KILL_LIMIT_S = 5.0
 LOG_TAIL_BYTES = 8192
+STARTUP_FILE = "engine-startup.json"
 SPAWNED_AT = "READYPLANE_SPAWNED_AT_MONOTONIC_S"
 _LATENESS = "readyplane_engine_lateness_seconds{"
 
@@ -74,7 +76,7 @@ class ModelledEngine:
         try:
             with spec.log_path.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._command(spec),
+                    *self.command(spec),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -87,7 +89,8 @@ class ModelledEngine:
                 "check that the file exists and may be run",
             ) from error
 
-    def _command(self, spec: EngineSpec) -> list[str]:
+    def command(self, spec: EngineSpec) -> list[str]:
+        """The command line of one engine life."""
         flags: list[tuple[str, object]] = [
             ("--model", spec.model),
             ("--engine-id", spec.engine_id),
@@ -103,7 +106,7 @@ class ModelledEngine:
             ("--kv-replay-port", spec.kv_replay_port),
             ("--kv-tokens", spec.kv_tokens),
             ("--mode", spec.mode),
-            ("--startup-file", self._startup_path),
+            ("--startup-file", spec.work_dir / STARTUP_FILE),
             ("--parent-pid", os.getpid()),
         ]
         if spec.tokenizer_path is not None:
@@ -118,9 +121,9 @@ class ModelledEngine:
         return command + list(spec.extra_args)
 
     @property
-    def _startup_path(self) -> Any:
+    def _startup_path(self) -> Path:
         assert self._spec is not None
-        return self._spec.work_dir / "engine-startup.json"
+        return self._spec.work_dir / STARTUP_FILE
 
     async def wait_ready(self, *, stall_s: float = 60.0, limit_s: float = 1800.0) -> None:
         """Return when `/health` is 200; see the port for what counts as progress."""

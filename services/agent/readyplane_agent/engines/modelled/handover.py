@@ -22,7 +22,6 @@ import zmq
 from readyplane_agent.engines.modelled.body import BadBody
 from readyplane_agent.engines.modelled.sockets import Mailbox, bind
 
-ANSWER_LIMIT_S = 5.0
 PEERS_MAX = 64
 PULLS_MAX = 4096
 
@@ -112,6 +111,7 @@ class HandoverChannel:
     Args:
         engine_id: of this life. kv_format: what both ends must share, field by field.
         on_pulled: a reader is done with a request, its blocks may go. on_extend: it will come.
+        answer_limit_s: a giver that is silent for this long is taken to be gone.
     """
 
     def __init__(
@@ -124,9 +124,11 @@ class HandoverChannel:
         kv_format: Mapping[str, str],
         on_pulled: Callable[[str], None],
         on_extend: Callable[[str], None],
+        answer_limit_s: float = 5.0,
     ) -> None:
         self._context, self._engine_id = context, engine_id
         self._format = dict(kv_format)
+        self._limit_s = answer_limit_s
         self._on_pulled, self._on_extend = on_pulled, on_extend
         self.held: dict[str, HeldKv] = {}
         self._pulls: OrderedDict[int, asyncio.Future[dict[str, Any]]] = OrderedDict()
@@ -183,7 +185,7 @@ class HandoverChannel:
     # ------------------------------------------------------------------ the reader
 
     async def pull(self, remote: RemoteKv) -> PulledKv:
-        """Ask for a KV; the answer within `ANSWER_LIMIT_S`, or why there is none."""
+        """Ask for a KV; the answer within `answer_limit_s`, or why there is none."""
         if len(self._pulls) >= PULLS_MAX:
             return PulledKv(failure=f"more than {PULLS_MAX} pulls at once")
         self._next += 1
@@ -193,11 +195,11 @@ class HandoverChannel:
         try:
             if not self._tell("pull", remote, number):
                 return PulledKv(failure=f"cannot reach {remote.host}:{remote.port}")
-            async with asyncio.timeout(ANSWER_LIMIT_S):
+            async with asyncio.timeout(self._limit_s):
                 answer = await future
         except TimeoutError:
             return PulledKv(
-                failure=f"no answer from {remote.host}:{remote.port} in {ANSWER_LIMIT_S:g} s"
+                failure=f"no answer from {remote.host}:{remote.port} in {self._limit_s:g} s"
             )
         finally:
             self._pulls.pop(number, None)

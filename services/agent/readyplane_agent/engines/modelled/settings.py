@@ -47,6 +47,7 @@ class ModelledSettings:
     stall_in: SegmentName | None
     coalesce_s: float
     kv_hold_s: float
+    kv_answer_limit_s: float
     kv_buffer_steps: int
     link: LinkClass
     startup_file: Path | None
@@ -67,7 +68,7 @@ def parse(argv: Sequence[str]) -> ModelledSettings:
         _within(flag, getattr(given, flag), 0, 65535)
     for flag in ("kv_tokens", "max_num_seqs", "max_batch_tokens", "block_size"):
         _within(flag, getattr(given, flag), 0, 2**40)
-    for flag in ("coalesce_ms", "kv_hold_s", "wait_weights_s", "link_setup_s"):
+    for flag in ("coalesce_ms", "kv_hold_s", "kv_answer_limit_s", "wait_weights_s", "link_setup_s"):
         _within(flag, getattr(given, flag), 0, 1e6)
     _within("eager_factor", given.eager_factor, 1, 100)
     _within("link_bytes_per_s", given.link_bytes_per_s, 1, 1e15)
@@ -96,6 +97,7 @@ def parse(argv: Sequence[str]) -> ModelledSettings:
         stall_in=SegmentName(given.stall_in) if given.stall_in else None,
         coalesce_s=given.coalesce_ms / 1000.0,
         kv_hold_s=given.kv_hold_s,
+        kv_answer_limit_s=given.kv_answer_limit_s,
         kv_buffer_steps=given.kv_buffer_steps,
         link=LinkClass(given.link_name, given.link_bytes_per_s, given.link_setup_s),
         startup_file=given.startup_file,
@@ -141,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--stall-in", choices=[str(s) for s in SegmentName], help="hang there, to rehearse it")
     add("--coalesce-ms", type=float, default=150.0, help="tokens of this long go in one chunk")
     add("--kv-hold-s", type=float, default=30.0, help="how long a prefill leg's KV waits")
+    add("--kv-answer-limit-s", type=float, default=5.0, help="a silent giver is gone after this")
     add("--link-name", default="rdma-400g", help="link class of KV hand-overs")
     add("--link-bytes-per-s", type=float, default=46e9, help="its bandwidth")
     add("--link-setup-s", type=float, default=0.002, help="its set-up time")
