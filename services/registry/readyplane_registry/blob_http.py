@@ -84,17 +84,17 @@ class BlobResponse(Response):
                     "headers": self.raw_headers,
                 }
             )
-            if scope["method"] != "HEAD":
-                await self._send_pieces(receive, send)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if scope["method"] == "HEAD" or await self._send_pieces(receive, send):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             os.close(self._descriptor)
 
-    async def _send_pieces(self, receive: Receive, send: Send) -> None:
+    async def _send_pieces(self, receive: Receive, send: Send) -> bool:
+        """False when the client left before the end."""
         at = self._begin
         reading = self._read(at)
         # The server drops what is sent to a client that has left, and says so only here.
-        leaving = asyncio.ensure_future(receive())
+        leaving = asyncio.ensure_future(_left(receive))
         try:
             while at < self._end and not leaving.done():
                 piece = await reading
@@ -104,6 +104,7 @@ class BlobResponse(Response):
                 if at < self._end:
                     reading = self._read(at)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+            return at >= self._end
         finally:
             leaving.cancel()
             await asyncio.wait([reading])  # the descriptor stays open while a thread reads
@@ -113,6 +114,12 @@ class BlobResponse(Response):
         return asyncio.get_running_loop().run_in_executor(
             None, os.pread, self._descriptor, size, at
         )
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class BlobRoutes:
