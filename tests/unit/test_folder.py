@@ -271,6 +271,21 @@ def test_a_guarded_supervisor_leaves_nothing_when_killed(temporary_files: Path) 
     assert not any(start_mark(pid) for pid in children)
 
 
+def test_the_warden_waits_for_a_dying_supervisor(temporary_files: Path) -> None:
+    """It hears of the death by its pipe, which may close before the lock is free."""
+    folder = DataFolder.open()
+    folder.guard()
+    warden = folder._warden
+    assert warden is not None and warden.stdin is not None
+    warden.stdin.close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        warden.wait(0.5)
+    assert folder._lock is not None and folder.path.exists()
+    os.close(folder._lock)
+    assert warden.wait(10) == 0
+    assert not folder.path.exists()
+
+
 def test_opening_waits_for_the_warden(tmp_path: Path, temporary_files: Path) -> None:
     data, children = killed_holder(temporary_files, str(tmp_path / "data"), "guarded")
     until(lambda: not any(start_mark(pid) for pid in children))

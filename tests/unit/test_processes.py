@@ -364,6 +364,18 @@ async def test_the_children_of_a_living_supervisor_are_left_alone(
     assert lives(pid) and stored(table.run_dir)
 
 
+async def test_a_dying_supervisor_is_waited_for(
+    table: ProcessTable, tmp_path: Path, stranger: subprocess.Popen[bytes]
+) -> None:
+    """Its lock and its pipes are gone a moment before it is seen dead."""
+    pid = await table.spawn("a", SLEEP, ENV, tmp_path / "a.log")
+    dying = {"pid": stranger.pid, "start_mark": start_mark(stranger.pid)}
+    orphan(table.run_dir, supervisor=dying)
+    asyncio.get_running_loop().call_later(0.1, stranger.kill)
+    assert await reap(table.run_dir) == () and lives(pid)
+    assert await reap(table.run_dir, dying_s=10) == ("a",) and not lives(pid)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make another user's file")
 async def test_a_table_of_another_user_is_not_believed(
     table: ProcessTable, tmp_path: Path, stranger: subprocess.Popen[bytes]

@@ -34,6 +34,8 @@ OUTSIDE_FILE = "outside-paths.json"
 SUBFOLDERS = ("pg", "redis", "logs", "run", "blobs", "cache")
 OUTSIDE_PREFIX = "readyplane-"
 TEMPORARY_PREFIX = "readyplane-up-"
+DYING_S_MAX = 0.3
+WARDED_GONE_S_MAX = 10.0
 WARDEN_HOLDS_S_MAX = 20.0
 WARDEN_ENDS_S_MAX = 5.0
 REAP_GRACE_S = 10.0
@@ -77,7 +79,7 @@ class DataFolder:
             path = path.expanduser().absolute()
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_place(path)
-            lock = _take_lock(path, role="up", warden_holds_s_max=WARDEN_HOLDS_S_MAX)
+            lock = _take_lock(path, "up", dying_s_max=DYING_S_MAX, warden_s_max=WARDEN_HOLDS_S_MAX)
         except OSError as error:
             raise _unusable(path, error) from error
         try:
@@ -181,7 +183,7 @@ async def sweep_abandoned(parent: Path | None = None) -> tuple[Path, ...]:
     for path in sorted((parent or Path(tempfile.gettempdir())).glob(f"{TEMPORARY_PREFIX}*")):
         with contextlib.suppress(OSError, InvalidField):
             if _is_own_folder(path) and _layout(path).get("temporary") is True:
-                lock = _take_lock(path, role="warden", warden_holds_s_max=0.0)
+                lock = _take_lock(path, "warden", dying_s_max=0.0, warden_s_max=0.0)
                 try:
                     await _recover(path)
                     _remove(path)
@@ -285,14 +287,15 @@ def _refusal(path: Path, what: str, remedy: str) -> InvalidField:
 # -- lock -----------------------------------------------------------------------------------------
 
 
-def _take_lock(path: Path, *, role: str, warden_holds_s_max: float) -> int:
+def _take_lock(path: Path, role: str, *, dying_s_max: float, warden_s_max: float) -> int:
     """Lock the folder and return the descriptor that holds the lock. Children do not inherit it.
 
-    A warden that is just cleaning up after a killed process is waited for.
+    A holder that was just killed keeps the lock, and its life, for a moment longer (`dying_s_max`);
+    a warden keeps it while it cleans up after such a one (`warden_s_max`).
     """
     descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     clock = SystemClock()
-    give_up_s = clock.monotonic_s() + warden_holds_s_max
+    began_s = clock.monotonic_s()
     try:
         while True:
             try:
@@ -300,7 +303,8 @@ def _take_lock(path: Path, *, role: str, warden_holds_s_max: float) -> int:
                 break
             except BlockingIOError:
                 holder = _holder(descriptor)
-                if holder.get("role") == "up" or clock.monotonic_s() > give_up_s:
+                patience_s = dying_s_max if holder.get("role") == "up" else warden_s_max
+                if clock.monotonic_s() > began_s + patience_s:
                     raise _held(path, holder) from None
             time.sleep(0.02)  # no coroutine: a folder is opened before anything runs beside it
         os.ftruncate(descriptor, 0)
@@ -331,7 +335,9 @@ def _holder(descriptor: int) -> dict[str, Any]:
 
 async def _recover(path: Path) -> tuple[str, ...]:
     places = [path / name for name in ("run", "pg", "redis")]
-    ended = await asyncio.gather(*(reap(place, grace_s=REAP_GRACE_S) for place in places))
+    ended = await asyncio.gather(
+        *(reap(place, grace_s=REAP_GRACE_S, dying_s=WARDED_GONE_S_MAX) for place in places)
+    )
     for place in places:
         remove_outside(place)
     return tuple(name for names in ended for name in names)
@@ -357,7 +363,7 @@ def _remove(path: Path) -> None:
 
 async def _clean_up_after(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
-        lock = _take_lock(path, role="warden", warden_holds_s_max=WARDEN_ENDS_S_MAX)
+        lock = _take_lock(path, "warden", dying_s_max=WARDED_GONE_S_MAX, warden_s_max=0.0)
         try:
             await _recover(path)
             if _layout(path).get("temporary") is True:

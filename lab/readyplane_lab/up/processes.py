@@ -312,16 +312,20 @@ class ProcessTable:
         write_atomically(self._path, json.dumps(table, indent=1))
 
 
-async def reap(run_dir: Path, *, grace_s: float = 10.0) -> tuple[str, ...]:
+async def reap(run_dir: Path, *, grace_s: float = 10.0, dying_s: float = 0.0) -> tuple[str, ...]:
     """End what earlier supervisors of this folder left running; return the names that were ended.
 
     Asks each process with its own stop signal, waits `grace_s` for all of them together, then kills
     them, their descendants and every process that carries the run id. Tables of a supervisor that is
-    alive, and tables that another user wrote, are left alone.
+    alive, and tables that another user wrote, are left alone. Who knows that the supervisor is dead
+    or dying gives it `dying_s` to be gone: a killed process is seen alive for a moment.
     """
-    tables = [
-        table for path in sorted(run_dir.glob("processes-*.json")) if (table := _abandoned(path))
-    ]
+    found = [table for path in sorted(run_dir.glob("processes-*.json")) if (table := _read(path))]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(dying_s):
+            while any(table.supervisor_lives() and not table.is_ours() for table in found):
+                await asyncio.sleep(POLL_EVERY_S)
+    tables = [table for table in found if not table.supervisor_lives()]
     records = [record for table in tables for record in table.records]
     left = [record for record in records if start_mark(record.pid) == record.start_mark]
     targets = {(record.pid, record.start_mark) for record in left}
@@ -436,22 +440,28 @@ def _log_file(path: Path) -> Iterator[int]:
 class _Table:
     path: Path
     run_id: str
+    supervisor: tuple[int, str]
     records: tuple[ProcessRecord, ...]
 
+    def supervisor_lives(self) -> bool:
+        pid, mark = self.supervisor
+        return start_mark(pid) == mark
 
-def _abandoned(path: Path) -> _Table | None:
-    """The table, if this user wrote it and its supervisor is gone. One that cannot be read names nothing."""
+    def is_ours(self) -> bool:
+        return self.supervisor[0] == os.getpid()
+
+
+def _read(path: Path) -> _Table | None:
+    """The table, if this user wrote it. One that cannot be read names nothing but its run."""
     try:
         if path.stat(follow_symlinks=False).st_uid != os.geteuid():
             return None
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        supervisor = raw["supervisor"]
-        if start_mark(int(supervisor["pid"])) == supervisor["start_mark"]:
-            return None
+        supervisor = (int(raw["supervisor"]["pid"]), str(raw["supervisor"]["start_mark"]))
         records = tuple(ProcessRecord(**entry) for entry in raw["processes"])
-        return _Table(path, str(raw["run"]), records)
+        return _Table(path, str(raw["run"]), supervisor, records)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("table of processes %s is not readable (%s) and is dropped", path, error)
-        return _Table(path, path.stem.removeprefix("processes-"), ())
+        return _Table(path, path.stem.removeprefix("processes-"), (0, ""), ())
