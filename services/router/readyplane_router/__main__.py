@@ -11,11 +11,11 @@ import json
 import logging
 import secrets
 import sys
-from importlib import resources
 from pathlib import Path
 
 from pydantic import Field
 
+from readyplane import profiles as shipped
 from readyplane.client import RegistryClient
 from readyplane.core.errors import InvalidField, Unavailable
 from readyplane.core.profile import ClassProfile
@@ -62,16 +62,12 @@ def read_profiles(folder: Path | None) -> dict[str, ClassProfile]:
     Raises:
         InvalidField: the folder, or a profile in it.
     """
-    found = {}
-    for item in resources.files("readyplane.profiles").iterdir():
-        if item.name.endswith(".json"):
-            profile = ClassProfile.from_document(json.loads(item.read_text()))
-            found[profile.name] = profile
+    found = {name: shipped.load(name) for name in shipped.names()}
     if folder is not None:
         if not folder.is_dir():
             raise InvalidField("profiles_dir", str(folder), "give a folder of *.json profiles")
         for path in sorted(folder.glob("*.json")):
-            profile = ClassProfile.from_document(_json(path, "profiles_dir"))
+            profile = shipped.load(str(path))
             found[profile.name] = profile
     return found
 
