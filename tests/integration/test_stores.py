@@ -21,6 +21,7 @@ from readyplane_lab.up import local_server, postgres_programs, redis_server
 from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.pids import start_mark
 from readyplane_lab.up.stores import (
+    REVIVALS_MAX,
     EmbeddedPostgres,
     EmbeddedRedis,
     Stores,
@@ -222,12 +223,12 @@ async def test_stores_revive_what_ends_by_itself(tmp_path: Path, made: Path) -> 
             assert server.url == url
         assert await ping(stores.redis_url)
         assert await query(stores.database_url, "SELECT 1") == 1
-        stores._revivals = {"redis": 5}
+        stores._revivals = {"redis": REVIVALS_MAX}
         pid = stores.redis.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await until(lambda: bool(told))
-        assert told == ["redis ended 6 times, the last time with code -9"]
+        assert told == [f"redis ended {REVIVALS_MAX + 1} times, the last time with code -9"]
 
 
 SUPERVISOR = """

@@ -37,7 +37,7 @@ __all__ = [
 REDIS_OLDEST = (7, 0)
 GIVEN_ANSWERS_S_MAX = 10.0
 POLL_EVERY_S = 0.2
-REVIVALS_MAX = 5
+REVIVALS_MAX = 20
 LOG_FILES = ("postgres.log", "redis.log")
 SQLSTATE_STARTING = "57P03"  # cannot_connect_now
 
