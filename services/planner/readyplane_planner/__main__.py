@@ -87,7 +87,7 @@ async def main(settings: Settings) -> None:
                 now_s=clock.monotonic_s,
             ),
             clock=clock,
-            make_id=lambda: secrets.token_hex(3),
+            make_id=lambda: secrets.token_hex(4),
             metrics=PlannerMetrics(metrics),
             upkeep=Upkeep(
                 sample_every_s=settings.sample_every_s,

@@ -357,11 +357,10 @@ def _place_of(path: str) -> str:
     if same:
         return f"it belongs to {' or '.join(same)}"
     parent = path.rpartition(".")[0]
-    near = difflib.get_close_matches(path, known, n=1) or difflib.get_close_matches(
-        leaf, [k.rpartition(".")[2] for k in known], n=1
-    )
+    leaves = {k.rpartition(".")[2]: k for k in known}
+    near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
     if near:
-        return f"did you mean {near[0]}?"
+        return f"did you mean {leaves[near[0]]}?"
     here = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
     return f"remove it; {parent} has {', '.join(here)}" if here else "remove it"
 
