@@ -72,7 +72,6 @@ async def watch(
 
 async def main(settings: Settings) -> None:
     """Serve until told to stop."""
-    setup_logging("registry", settings.log_level)
     settings.need("database_url", "redis_url")
     blobs = settings.blobs()
     await migrate(settings.database_url, "readyplane_registry")
@@ -108,19 +107,17 @@ async def main(settings: Settings) -> None:
         await engine.dispose()
 
 
-def run() -> None:
-    """Entry of the process."""
-    run_service(
-        lambda: main(
-            parse_settings(
-                Settings,
-                sys.argv[1:],
-                "python -m readyplane_registry",
-                "Artifacts by digest, tags that point at them, and who holds the bytes now.",
-            )
-        )
+async def from_command_line() -> None:
+    """Settings, logging, then `main`."""
+    settings = parse_settings(
+        Settings,
+        sys.argv[1:],
+        "python -m readyplane_registry",
+        "Artifacts by digest, tags that point at them, and who holds the bytes now.",
     )
+    setup_logging("registry", settings.log_level)
+    await main(settings)
 
 
 if __name__ == "__main__":
-    run()
+    run_service(from_command_line)
