@@ -1,0 +1,248 @@
+"""The prefix index against a plain model of it, and the field reports on KV events."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from readyplane_router.prefix import Limits, PrefixIndex
+
+STORED, REMOVED, CLEARED = "stored", "removed", "cleared"
+LIMITS = Limits(speculative_ttl_s=2.0, approximate_ttl_s=60.0, replay_wait_s=10.0)
+
+
+def index(*keys: str, blocks_max: int = 1_000) -> PrefixIndex:
+    made = PrefixIndex(LIMITS)
+    for key in keys:
+        made.add(key, blocks_max=blocks_max)
+    return made
+
+
+def matched(of: PrefixIndex, *hashes: int, now_s: float = 0.0) -> dict[str, int]:
+    return of.matched(hashes, now_s=now_s)
+
+
+blocks = st.lists(st.integers(0, 12), max_size=6)
+steps = st.lists(
+    st.tuples(st.sampled_from("ab"), st.sampled_from([STORED, REMOVED, CLEARED]), blocks),
+    max_size=40,
+)
+
+
+@given(steps, st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True))
+def test_what_matches_is_what_a_plain_count_says(
+    told: list[tuple[str, str, list[int]]], prompt: list[int]
+) -> None:
+    of = index("a", "b")
+    plain: dict[str, Counter[int]] = {"a": Counter(), "b": Counter()}
+    sequence = {"a": 0, "b": 0}
+    for key, kind, hashes in told:
+        assert of.apply(key, sequence[key], [(kind, hashes)], now_s=0.0)
+        sequence[key] += 1
+        if kind == CLEARED:
+            plain[key].clear()
+        for value in hashes if kind != CLEARED else ():
+            plain[key][value] += 1 if kind == STORED else -(plain[key][value] > 0)
+    want = {}
+    for key, held in plain.items():
+        depth = next((i for i, h in enumerate(prompt) if held[h] <= 0), len(prompt))
+        if depth:
+            want[key] = depth
+        assert of.blocks_of(key) == sum(1 for count in held.values() if count > 0)
+    assert matched(of, *prompt) == want
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("ab"), st.sampled_from(["guess", "store", "drop", "add"]), blocks
+        ),
+        max_size=40,
+    )
+)
+def test_nothing_is_left_of_workers_that_are_gone(told: list[tuple[str, str, list[int]]]) -> None:
+    """B100, B104: an end costs its own blocks and leaves none."""
+    of = index()
+    now_s, sequence = 0.0, 0
+    for key, what, hashes in told:
+        now_s += 0.7
+        if what == "add":
+            of.add(key, blocks_max=5)
+            sequence = 0
+        elif what == "drop":
+            of.drop(key)
+        elif what == "guess":
+            of.guess(key, hashes, now_s=now_s)
+        else:
+            of.apply(key, sequence, [(CLEARED, []), (STORED, hashes)], now_s=now_s)
+        assert of.blocks_of(key) <= 5
+    of.drop("a")
+    of.drop("b")
+    assert len(of) == 0
+    assert matched(of, *range(13), now_s=now_s) == {}
+
+
+def test_counted_not_set() -> None:
+    """B101: S, S, R leaves it held; a doubled batch and a removal too many change nothing."""
+    of = index("a")
+    of.apply("a", 0, [(STORED, [1]), (STORED, [1])], now_s=0.0)
+    of.apply("a", 1, [(REMOVED, [1])], now_s=0.0)
+    assert matched(of, 1) == {"a": 1}
+    assert not of.apply("a", 1, [(REMOVED, [1])], now_s=0.0)
+    assert matched(of, 1) == {"a": 1}
+    of.apply("a", 2, [(REMOVED, [1]), (REMOVED, [1])], now_s=0.0)
+    assert matched(of, 1) == {}
+    assert (of.counts.duplicates, of.counts.unknown_removed) == (1, 1)
+
+
+def test_cleared_takes_everything_of_that_worker_and_nothing_else() -> None:
+    """B92."""
+    of = index("a", "b")
+    for key in ("a", "b"):
+        of.apply(key, 0, [(STORED, [1, 2])], now_s=0.0)
+    of.guess("a", [3], now_s=0.0)
+    of.apply("a", 1, [(CLEARED, [])], now_s=0.0)
+    assert matched(of, 1, 2, 3) == {"b": 2}
+
+
+def test_a_gap_makes_a_worker_suspect_until_it_has_told_everything_anew() -> None:
+    """B93: sequence 5 then 9; no hit is credited while suspect."""
+    of = index("a", "b")
+    for sequence in range(6):
+        of.apply("a", sequence, [(STORED, [sequence])], now_s=0.0)
+    of.apply("b", 0, [(STORED, [0])], now_s=0.0)
+    assert not of.apply("a", 9, [(STORED, [9])], now_s=1.0)
+    assert of.suspects() == ("a",)
+    assert matched(of, 0, 1) == {"b": 1}
+    assert of.counts.gaps == 1
+    assert of.apply("a", 10, [(CLEARED, []), (STORED, [0, 1, 9])], now_s=2.0)
+    assert of.suspects() == ()
+    assert matched(of, 0, 1) == {"a": 2, "b": 1}
+
+
+def test_the_missing_batches_in_order_end_the_suspicion_too() -> None:
+    of = index("a")
+    of.apply("a", 0, [(STORED, [0])], now_s=0.0)
+    of.apply("a", 3, [(STORED, [3])], now_s=0.0)
+    for sequence in (1, 2):
+        assert of.apply("a", sequence, [(STORED, [sequence])], now_s=1.0)
+        assert of.suspects() == ("a",)
+    assert of.apply("a", 3, [(STORED, [3])], now_s=1.0)
+    assert of.suspects() == ()
+    assert matched(of, 0, 1, 2, 3) == {"a": 4}
+
+
+def test_without_a_replay_what_was_known_is_dropped_and_rebuilt() -> None:
+    of = index("a")
+    of.apply("a", 0, [(STORED, [1])], now_s=0.0)
+    of.apply("a", 5, [(STORED, [5])], now_s=0.0)
+    assert not of.apply("a", 6, [(STORED, [6])], now_s=9.9)
+    assert of.apply("a", 7, [(STORED, [7])], now_s=10.0)
+    assert of.suspects() == ()
+    assert matched(of, 1) == {}
+    assert matched(of, 7) == {"a": 1}
+    assert of.counts.rebuilt == 1
+
+
+def test_a_router_that_comes_late_asks_for_everything() -> None:
+    of = index("a")
+    assert not of.apply("a", 57, [(STORED, [1])], now_s=0.0)
+    assert of.suspects() == ("a",)
+
+
+def test_a_new_incarnation_starts_at_nothing() -> None:
+    """B99: the watermark belongs to the incarnation."""
+    of = index("w/1")
+    of.apply("w/1", 0, [(STORED, [1])], now_s=0.0)
+    of.drop("w/1")
+    of.add("w/2", blocks_max=10)
+    assert matched(of, 1) == {}
+    assert of.apply("w/2", 0, [(STORED, [2])], now_s=0.0)
+    assert matched(of, 2) == {"w/2": 1}
+
+
+def test_a_garbled_event_is_dropped_alone() -> None:
+    """B105: never turned into `clear everything`."""
+    of = index("a")
+    of.apply("a", 0, [(STORED, [1]), ("gibberish", [2]), (STORED, [3])], now_s=0.0)
+    assert (matched(of, 1), matched(of, 3)) == ({"a": 1}, {"a": 1})
+    assert of.counts.malformed == 1
+
+
+def test_an_absent_block_does_not_stop_a_removal() -> None:
+    """B103."""
+    of = index("a")
+    of.apply("a", 0, [(STORED, [1])], now_s=0.0)
+    of.apply("a", 1, [(REMOVED, [99, 1])], now_s=0.0)
+    assert matched(of, 1) == {}
+
+
+def test_a_routed_prompt_counts_as_stored_for_a_short_while() -> None:
+    of = index("a", "b")
+    of.guess("a", [1, 2, 3], now_s=10.0)
+    assert matched(of, 1, 2, 9, now_s=11.9) == {"a": 2}
+    of.guess("a", [1], now_s=11.9)
+    assert matched(of, 1, 2, now_s=12.1) == {"a": 1}
+    assert matched(of, 1, now_s=14.0) == {}
+
+
+def test_a_guess_that_came_true_stays() -> None:
+    of = index("a")
+    of.guess("a", [1], now_s=0.0)
+    of.apply("a", 0, [(STORED, [1])], now_s=0.5)
+    assert matched(of, 1, now_s=100.0) == {"a": 1}
+    of.apply("a", 1, [(REMOVED, [1])], now_s=100.0)
+    assert matched(of, 1, now_s=100.0) == {}
+
+
+def test_a_worker_that_publishes_nothing_is_known_by_guesses_for_longer() -> None:
+    """B102: said, and used."""
+    of = index("a")
+    of.guess("a", [1], now_s=0.0)
+    assert not of.publishes_nothing("a", now_s=9.0)
+    assert of.publishes_nothing("a", now_s=10.0)
+    of.guess("a", [1], now_s=10.0)
+    assert matched(of, 1, now_s=60.0) == {"a": 1}
+    assert matched(of, 1, now_s=71.0) == {}
+    of.apply("a", 0, [], now_s=80.0)
+    assert not of.publishes_nothing("a", now_s=90.0)
+
+
+def test_a_bound_that_is_overrun_drops_the_oldest() -> None:
+    """B104: an engine that never tells of removals fills no memory."""
+    of = index("a", blocks_max=3)
+    of.apply("a", 0, [(STORED, [1, 2, 3, 4, 5])], now_s=0.0)
+    assert of.blocks_of("a") == 3
+    assert (matched(of, 1), matched(of, 5)) == ({}, {"a": 1})
+    of.guess("a", [6, 7, 8, 9], now_s=0.0)
+    assert matched(of, 6) == {} and matched(of, 9) == {"a": 1}
+    assert of.counts.overflow == 3
+
+
+def test_a_snapshot_brings_another_index_to_the_same_state() -> None:
+    one, other = index("a"), index("a")
+    one.apply("a", 0, [(STORED, [1, 2, 2])], now_s=0.0)
+    taken = one.snapshot("a")
+    assert taken is not None
+    other.apply("a", 5, [(STORED, [9])], now_s=0.0)
+    assert one.snapshot("a") == (0, (1, 2, 2))
+    other.restore("a", *taken)
+    assert other.is_suspect("a")  # 1 to 5 are still missing
+    for sequence in range(1, 6):
+        for of in (one, other):
+            of.apply("a", sequence, [(REMOVED, [2])], now_s=0.0)
+    assert not other.is_suspect("a")
+    assert matched(one, 1, 2) == matched(other, 1, 2) == {"a": 1}
+
+
+def test_bits_of_the_gone_are_used_again() -> None:
+    of = index()
+    for round_ in range(300):
+        for name in "abcd":
+            of.add(f"{name}{round_}", blocks_max=10)
+            of.apply(f"{name}{round_}", 0, [(STORED, [round_])], now_s=0.0)
+        assert set(matched(of, round_)) == {f"{name}{round_}" for name in "abcd"}
+        for name in "abcd":
+            of.drop(f"{name}{round_}")
+    of.add("last", blocks_max=1)
+    assert of._holders["last"].bit.bit_length() <= 4
