@@ -482,7 +482,7 @@ def test_tokens_and_blocks_are_conserved_and_everything_ends(steps: Steps, kv_bl
             assert life.tokens.get(name, 0) <= emitted <= wanted
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(STEPS, st.integers(16, 40), st.sampled_from([0.003, 0.05, 0.33]))
 def test_jumping_equals_stepping(steps: Steps, kv_blocks: int, pace_s: float) -> None:
     """However often and whenever one looks, the same things happen at the same instants."""

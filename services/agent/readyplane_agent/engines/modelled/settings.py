@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--modelled-segments", default=MODELLED_SEGMENTS, help="seconds of start-up that is slept")
     add("--compile-cache", type=Path, help="folder of compile artifacts")
     add("--stall-in", choices=[str(s) for s in SegmentName], help="hang there, to rehearse it")
-    add("--coalesce-ms", type=float, default=150.0, help="tokens of this long go in one chunk")
+    add("--coalesce-ms", type=float, default=250.0, help="tokens of this long go in one chunk")
     add("--kv-hold-s", type=float, default=30.0, help="how long a prefill leg's KV waits")
     add("--kv-answer-limit-s", type=float, default=5.0, help="a silent giver is gone after this")
     add("--link-name", default="rdma-400g", help="link class of KV hand-overs")
