@@ -44,7 +44,7 @@ async def serve() -> None:
         gateway,
         inner=server.app.build_middleware_stack(),
         new_id=lambda: uuid.uuid4().hex,
-        api_key=settings.gateway_api_key or settings.token,
+        api_key=settings.gateway_api_key,
     )
     try:
         await server.run(
