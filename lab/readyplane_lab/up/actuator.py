@@ -8,6 +8,7 @@ leader is refused.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections import deque
@@ -121,6 +122,16 @@ class LocalActuator:
             NotFound: never provisioned here, or forgotten. StaleEpoch: see `provision`.
         """
         self._fence(leader_epoch)
+        return await self._release(worker_id, grace_s=grace_s, reason=reason)
+
+    async def release_all(self, *, grace_s: float, reason: str) -> None:
+        """Take no more orders and end every worker; for whoever owns this machine, not a planner."""
+        self._closed = True
+        await asyncio.gather(
+            *(self._release(name, grace_s=grace_s, reason=reason) for name in list(self._live))
+        )
+
+    async def _release(self, worker_id: str, *, grace_s: float, reason: str) -> Instance:
         allocation = self._live.get(worker_id)
         if allocation is None:
             ended = self._find_ended(worker_id)
@@ -148,10 +159,6 @@ class LocalActuator:
             if allocation.process == process:
                 allocation.exit_code = returncode
                 self._collect(allocation)
-
-    def close(self) -> None:
-        """Take no more orders."""
-        self._closed = True
 
     def worker_seconds(self) -> dict[str, float]:
         """Seconds from allocation to release by role, the live ones up to now."""

@@ -25,6 +25,7 @@ from typing import Any, Self
 from readyplane.core.errors import InvalidField
 from readyplane.kit.clock import Clock, SystemClock, utc
 from readyplane_lab.up.pids import start_mark
+from readyplane_lab.up.postgres_segments import drop_segments
 from readyplane_lab.up.processes import reap, write_atomically
 
 FORMAT = 1
@@ -340,6 +341,7 @@ async def _recover(path: Path) -> tuple[str, ...]:
     )
     for place in places:
         remove_outside(place)
+    drop_segments(path / "pg")
     return tuple(name for names in ended for name in names)
 
 

@@ -8,7 +8,8 @@ its recovery after `kill -9`. Hands a URL to services. What makes it work as any
 - The server and its backends inherit a lock on the cluster. Who gets that lock knows that no process
   of an earlier server is left, so `postmaster.pid` is stale, whatever its pid is used for by now.
 - Access is by password (SCRAM): a port of the loopback interface is open to every user of the machine.
-- Shared memory segments are files of the cluster, so that a killed server leaves nothing elsewhere.
+- Shared memory is files of the cluster, but for one segment that `postgres_segments` removes: a killed
+  server leaves nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from readyplane_lab.up.folder import remove_outside
 from readyplane_lab.up.local_server import HOST, Server, launch, plain_environment
 from readyplane_lab.up.pids import holders, signal_exactly
 from readyplane_lab.up.postgres_programs import REMEDY, Programs, find_programs
+from readyplane_lab.up.postgres_segments import drop_segments
 from readyplane_lab.up.processes import Account, ProcessTable, file_tail, reap, write_atomically
 
 USER = "readyplane"
@@ -165,6 +167,7 @@ class EmbeddedPostgres:
             "--auth=scram-sha-256",
             "--encoding=UTF8",
             "--locale=C",
+            "--set=dynamic_shared_memory_type=mmap",
             *([] if self._fsync else ["--no-sync"]),
         ]
         with (
@@ -227,6 +230,7 @@ class EmbeddedPostgres:
 
     def _clear_leftovers(self) -> None:
         remove_outside(self.data_dir)
+        drop_segments(self.data_dir)
         for staging in self.data_dir.glob("new-*"):
             shutil.rmtree(staging, ignore_errors=True)
 

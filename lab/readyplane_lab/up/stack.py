@@ -189,16 +189,9 @@ async def _stop_in_order(
 ) -> None:
     """Planner first (nothing is ordered any more), then gateway, workers, router, registry."""
     say("stopping: planner, gateway, workers, router, registry, stores")
-    actuator.close()
     await services.stop("planner")
     await services.stop("gateway")
-    live = [i for i in await actuator.list_instances() if i.exited_ago_s is None]
-    await asyncio.gather(
-        *(
-            actuator.release(i.order.worker_id, grace_s=RELEASE_GRACE_S, reason="the run ends")
-            for i in live
-        )
-    )
+    await actuator.release_all(grace_s=RELEASE_GRACE_S, reason="the run ends")
     await services.close()
 
 
