@@ -209,6 +209,25 @@ async def test_a_backend_that_outlives_a_killed_server_is_ended(
         await busy
 
 
+def segment(made: Path) -> str:
+    """The memory segment of the running server, as the kernel's table names it."""
+    return (made / "data" / "postmaster.pid").read_text().splitlines()[6].split()[1]
+
+
+def segments() -> set[str]:
+    rows = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+    return {row.split()[1] for row in rows}
+
+
+async def test_a_killed_server_leaves_no_memory(tmp_path: Path, made: Path) -> None:
+    async with postgres(tmp_path) as server:
+        mine = segment(made)
+        assert server.pid is not None and mine in segments()
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: server.pid is None)
+    assert mine not in segments()
+
+
 async def test_stores_revive_what_ends_by_itself(tmp_path: Path, made: Path) -> None:
     told: list[str] = []
     async with await connect_or_embed(
