@@ -1,20 +1,25 @@
 """The registry's use-cases where its stores fail, and what is counted."""
 
+import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from readyplane.core.errors import NotFound, Overloaded, Refused, Unavailable
+from readyplane.core.errors import IdentityMismatch, NotFound, Overloaded, Refused, Unavailable
+from readyplane.core.identity import Manifest
 from readyplane.core.startup import WeightTier
 from readyplane.ports import Source, Transfer
-from readyplane_registry.blobs import MemoryBlobs
+from readyplane_registry.blob_files import FileBlobs
+from readyplane_registry.blobs import FileCheck, MemoryBlobs
 from readyplane_registry.fetching import RegistryPolicy
 from readyplane_registry.live import MemoryLive, Place
 from readyplane_registry.metrics import COUNTERS, PrometheusTally
 from readyplane_registry.service import RegistryService
 from readyplane_registry.store import MemoryCatalog
-from tests.registry_data import document
+from tests.registry_data import document, sha256
 
 
 class Clock:
@@ -189,6 +194,75 @@ async def test_what_happens_is_counted(world: World) -> None:
         "transferred_bytes L4": 7,
         "verifications ok": 1,
     }
+
+
+async def test_a_report_against_the_store_makes_it_read_its_bytes_again(world: World) -> None:
+    digest = await world.publish()
+    for _ in range(3):
+        place = await world.take("storage:registry", digest)
+        await world.registry.release_transfer(
+            place.transfer_id, transferred_bytes=1, elapsed_s=1.0, failure="corrupt: chunk 1"
+        )
+        await asyncio.sleep(0)
+        world.clock.now += 25
+    assert world.tally.counts["verifications ok"] == 1, "not oftener than once a minute"
+
+
+async def test_a_store_whose_bytes_rotted_is_no_source_until_they_are_published_again(
+    world: World, tmp_path: Path
+) -> None:
+    """B115: the wrong bytes are neither served nor taken for present, and a good copy heals it."""
+    files = FileBlobs(tmp_path)
+    world.registry._blobs = world.registry._fetching._blobs = files
+    data = bytes(range(200))
+
+    async def upload() -> None:
+        async def once() -> AsyncIterator[bytes]:
+            yield data
+
+        await files.put_stream(sha256(data), once())
+
+    async def offered() -> int:
+        plan = await world.registry.plan_fetch(digest, worker_id="me", incarnation="me", node="")
+        return len(plan.sources)
+
+    await upload()
+    digest, _ = await world.registry.publish_manifest(document(data=data))
+    assert await offered() == 1
+    (path,) = (p for p in (tmp_path / "sha256").rglob("*") if p.is_file())
+    path.chmod(0o644)
+    path.write_bytes(data[:-1] + b"x")
+    assert await offered() == 1, "the length is right"
+    place = await world.take("storage:registry", digest)
+    await world.registry.release_transfer(
+        place.transfer_id, transferred_bytes=1, elapsed_s=1.0, failure="corrupt: chunk 0"
+    )
+    await asyncio.gather(*world.registry._verifying)
+    assert await offered() == 0
+    assert world.tally.counts["verifications corrupt"] == 1
+    await upload()
+    assert await offered() == 1
+    assert (await world.registry.verify(digest)).ok
+
+
+async def test_bytes_are_compared_also_when_the_manifest_came_before_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published as being elsewhere, nobody has compared them yet."""
+    digest, _ = await world.registry.publish_manifest(document(), bytes_elsewhere=True)
+    world.blobs.put((await world.registry.get_manifest(digest)).files)
+    looked: list[str] = []
+
+    async def inspect(manifest: Manifest, *, content: bool) -> tuple[FileCheck, ...]:
+        looked.append(manifest.digest)
+        return (FileCheck("weights.raw", 100, "chunk 0 is other"),)
+
+    monkeypatch.setattr(world.blobs, "inspect", inspect)
+    with pytest.raises(IdentityMismatch, match="chunk 0 is other"):
+        await world.registry.publish_manifest(document())
+    monkeypatch.undo()
+    for _ in range(2):
+        assert await world.registry.publish_manifest(document()) == (digest, False)
 
 
 async def test_manifests_are_cached_within_a_bound(world: World) -> None:

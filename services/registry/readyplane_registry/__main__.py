@@ -63,7 +63,7 @@ async def watch(
         except Unavailable as error:
             why = f"degraded, only storage is offered as a source: {error}"
         try:
-            await service.list_tags()
+            await service.list_page(limit=1)
         except Unavailable as error:
             why, ok = str(error), False
         server.set_ready(ok, why)

@@ -64,6 +64,7 @@ class Fetching:
 
     Args:
         manifest_of: one manifest by digest; raises NotFound.
+        doubt: called with a digest when a reader got wrong bytes from the byte store.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class Fetching:
         name: str,
         policy: RegistryPolicy,
         tally: Tally,
+        doubt: Callable[[str], None],
     ) -> None:
         self._manifest_of, self._live, self._blobs = manifest_of, live, blobs
         self._make_id, self._storage_url = make_id, storage_url
-        self._policy, self._tally = policy, tally
+        self._policy, self._tally, self._doubt = policy, tally, doubt
         self._storage_id = sources.STORAGE_PREFIX + name
         # Readers of storage are bounded here when the live store is away.
         self._alone = MemoryLive(clock, weight=policy.ranking.weight)
@@ -241,6 +243,8 @@ class Fetching:
         outcome = verdict.outcome if released.held else f"late_{verdict.outcome}"
         self._tally.count("transfers", tier=tier, outcome=outcome)
         self._tally.count("transferred_bytes", float(transferred_bytes), tier=tier)
+        if verdict.outcome == "corrupt" and sources.is_storage(record.source_id):
+            self._doubt(record.digest)
         quarantined = verdict.quarantine and released.barred
         if quarantined:
             self._tally.count("quarantines", tier=tier)

@@ -24,6 +24,7 @@ EXPIRED_SHOWN_S = 60.0
 EARLIER_LIVES_S = 3600.0
 REPORT_WINDOW_S = 600.0
 ACCUSATIONS_S = 120.0
+FORGET_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,7 @@ class _State:
     sources: dict[str, _Held] = field(default_factory=dict)
     earlier: dict[tuple[str, str], float] = field(default_factory=dict)
     taken: dict[str, _Taken] = field(default_factory=dict)
+    places: dict[str, list[_Taken]] = field(default_factory=dict)
     bars: dict[str, tuple[str, float]] = field(default_factory=dict)
     accused: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     tiers: dict[WeightTier, Bandwidth] = field(default_factory=dict)
@@ -217,6 +219,7 @@ class MemoryLive:
     def __init__(self, clock: Clock, *, weight: float) -> None:
         self._clock, self._weight = clock, weight
         self._state = _State()
+        self._forget_at_s = 0.0
 
     async def announce(self, source: Source, *, ttl_s: float) -> None:
         """See `LiveStore`."""
@@ -249,14 +252,14 @@ class MemoryLive:
         return [
             self._seen(held, now)
             for _source_id, held in sorted(self._state.sources.items())
-            if held.source.digest == digest
+            if held.source.digest == digest and held.expires_s + EXPIRED_SHOWN_S >= now
         ]
 
     def _seen(self, held: _Held, now: float) -> LiveSource:
         source_id = held.source.source_id
         reason, until = self._state.bars.get(source_id, ("", 0.0))
         barred = until > now
-        readers = self._readers(source_id, now)
+        readers = len(self._reading(source_id, now))
         return LiveSource(
             source=replace(held.source, readers=readers),
             announced_ago_s=now - held.first_s,
@@ -271,19 +274,18 @@ class MemoryLive:
         """See `LiveStore`."""
         now = self._clock.monotonic_s()
         live = sum(1 for held in self._state.sources.values() if held.expires_s > now)
-        places = sum(1 for t in self._state.taken.values() if not t.released and t.expires_s > now)
+        places = sum(len(self._reading(name, now)) for name in list(self._state.places))
         return live, places
 
     async def readers(self, source_id: str) -> int:
         """See `LiveStore`."""
-        return self._readers(source_id, self._clock.monotonic_s())
+        return len(self._reading(source_id, self._clock.monotonic_s()))
 
-    def _readers(self, source_id: str, now: float) -> int:
-        return sum(
-            1
-            for taken in self._state.taken.values()
-            if taken.record.source_id == source_id and not taken.released and taken.expires_s > now
-        )
+    def _reading(self, source_id: str, now: float) -> list[_Taken]:
+        """The places of a source that are taken now."""
+        held = self._state.places.get(source_id, [])
+        held[:] = [taken for taken in held if not taken.released and taken.expires_s > now]
+        return held
 
     async def tiers(self) -> Mapping[WeightTier, Bandwidth]:
         """See `LiveStore`."""
@@ -306,11 +308,7 @@ class MemoryLive:
         if until > now:
             raise source_barred(place.source_id, reason, until - now)
         request = (place.source_id, place.worker_id, place.incarnation, place.request_id)
-        taken = [
-            t
-            for t in state.taken.values()
-            if t.record.source_id == place.source_id and not t.released and t.expires_s > now
-        ]
+        taken = self._reading(place.source_id, now)
         for mine in taken:
             if mine.request == request:
                 mine.expires_s = now + place.ttl_s
@@ -327,7 +325,9 @@ class MemoryLive:
             incarnation=place.incarnation,
             readers_before=len(taken) + 1,
         )
-        state.taken[place.transfer_id] = _Taken(record, request, now + place.ttl_s)
+        mine = _Taken(record, request, now + place.ttl_s)
+        state.taken[place.transfer_id] = mine
+        state.places.setdefault(place.source_id, []).append(mine)
         return Transfer(place.transfer_id, place.ttl_s)
 
     async def transfer(self, transfer_id: str) -> TransferRecord | None:
@@ -335,7 +335,7 @@ class MemoryLive:
         now = self._clock.monotonic_s()
         self._forget(now)
         taken = self._state.taken.get(transfer_id)
-        if taken is None:
+        if taken is None or taken.expires_s + REPORT_WINDOW_S < now:
             return None
         record = taken.record
         accused = self._state.accused.get((record.worker_id, record.incarnation), {})
@@ -347,7 +347,7 @@ class MemoryLive:
         now, state = self._clock.monotonic_s(), self._state
         self._forget(now)
         taken = state.taken.get(transfer_id)
-        if taken is None:
+        if taken is None or taken.expires_s + REPORT_WINDOW_S < now:
             return None
         if taken.released:
             return Released(first=False, barred=taken.barred, held=False)
@@ -357,7 +357,7 @@ class MemoryLive:
             transferred_bytes=report.transferred_bytes,
             elapsed_s=report.elapsed_s,
             readers_before=record.readers_before,
-            readers_after=max(1, self._readers(record.source_id, now)),
+            readers_after=max(1, len(self._reading(record.source_id, now))),
         )
         taken.released, taken.expires_s = True, now
         source = state.sources.get(record.source_id)
@@ -379,12 +379,18 @@ class MemoryLive:
         return Released(first=True, barred=taken.barred, held=held_on)
 
     def _drop_readers(self, source_id: str) -> None:
-        for taken in self._state.taken.values():
-            if taken.record.source_id == source_id:
-                taken.expires_s = min(taken.expires_s, self._clock.monotonic_s())
+        now = self._clock.monotonic_s()
+        for taken in self._reading(source_id, now):
+            taken.expires_s = now
 
     def _forget(self, now: float) -> None:
         """Nothing is kept for ever; the tables hold what the windows above admit."""
+        if now < self._forget_at_s:
+            return
+        self._forget_at_s = now + FORGET_EVERY_S
+        _drop(
+            self._state.places, [k for k in list(self._state.places) if not self._reading(k, now)]
+        )
         state = self._state
         _drop(
             state.sources,

@@ -6,13 +6,21 @@ of `store`; what is alive is left to `fetching`. Handed to `rpc` and `api`, and 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from readyplane.core.errors import Conflict, IdentityMismatch, InvalidField, NotFound, Refused
+from readyplane.core.errors import (
+    Conflict,
+    IdentityMismatch,
+    InvalidField,
+    NotFound,
+    ReadyplaneError,
+    Refused,
+)
 from readyplane.core.identity import Manifest, check_digest
 from readyplane.kit.clock import Clock
 from readyplane.ports import FetchPlan, ManifestSummary, Source, Tag, Transfer
@@ -25,6 +33,8 @@ from readyplane_registry.store import CatalogStore, ManifestRecord, record_of, u
 log = logging.getLogger(__name__)
 LIST_MAX = 1000
 MANIFESTS_CACHED_MAX = 64
+INSPECTED_MAX = 1024
+DOUBT_EVERY_S = 60.0
 REASONS_MAX = 20
 
 
@@ -80,8 +90,12 @@ class RegistryService:
             name=name,
             policy=policy or RegistryPolicy(),
             tally=self._tally,
+            doubt=self._doubt,
         )
         self._cache: OrderedDict[str, tuple[Manifest, float]] = OrderedDict()
+        self._inspected: OrderedDict[str, None] = OrderedDict()
+        self._doubted_s: dict[str, float] = {}
+        self._verifying: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------ manifests
 
@@ -103,7 +117,7 @@ class RegistryService:
                 self._tally.count("publishes", outcome="known")
                 return record.digest, False
             if not bytes_elsewhere:
-                await self._check_bytes(manifest, content=False, known=known is not None)
+                await self._check_bytes(manifest)
         except (InvalidField, Refused):
             self._tally.count("publishes", outcome="refused")
             raise
@@ -113,19 +127,23 @@ class RegistryService:
             log.info("published", extra={"digest": stored.digest, "model": stored.model})
         return stored.digest, created
 
-    async def _check_bytes(self, manifest: Manifest, *, content: bool, known: bool) -> None:
+    async def _check_bytes(self, manifest: Manifest) -> None:
+        """Bytes are there and are what the manifest says; read once in the life of this process."""
         what = f"manifest of {manifest.model!r}"
         missing = await self._blobs.missing(manifest.files)
         if missing:
             remedy = "upload them with PUT /v1/blobs/sha256/HEX first, or say bytes_elsewhere"
             raise Refused(what, _bounded(missing), remedy)
-        if known:  # its bytes were compared with it when it was published
+        if manifest.digest in self._inspected:
             return
-        checks = await self._blobs.inspect(manifest, content=content)
+        checks = await self._blobs.inspect(manifest, content=False)
         wrong = [f"{check.path}: {check.problem}" for check in checks if check.problem]
         if wrong:
             remedy = "build the manifest from the bytes that are stored"
             raise IdentityMismatch(what, _bounded(wrong), remedy)
+        self._inspected[manifest.digest] = None
+        if len(self._inspected) > INSPECTED_MAX:
+            self._inspected.popitem(last=False)
 
     async def get_manifest(self, digest: str) -> Manifest:
         """One manifest. Raises NotFound, InvalidField."""
@@ -191,6 +209,28 @@ class RegistryService:
                     "stored bytes are wrong", extra={"path": check.path, "why": check.problem}
                 )
         return found
+
+    def _doubt(self, digest: str) -> None:
+        """A reader got wrong bytes from the store: look at home, beside the answer to the reader.
+
+        At most once in `DOUBT_EVERY_S` for an artifact, so that no reader can keep the disk busy.
+        """
+        now_s = self._clock.monotonic_s()
+        recent = {d: s for d, s in self._doubted_s.items() if s + DOUBT_EVERY_S > now_s}
+        self._doubted_s = recent
+        if digest in recent:
+            return
+        recent[digest] = now_s
+
+        async def look() -> None:
+            try:
+                await self.verify(digest)
+            except ReadyplaneError as error:
+                log.error("doubted bytes could not be read again", extra={"why": str(error)})
+
+        task = asyncio.get_running_loop().create_task(look())
+        self._verifying.add(task)
+        task.add_done_callback(self._verifying.discard)
 
     # ------------------------------------------------------------------------------------ tags
 
