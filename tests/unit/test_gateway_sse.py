@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from readyplane_gateway.sse import CARRY_BYTES_MAX, SseScan
 
-TOKEN = b'data: {"id":"x","choices":[{"text":"%b"}],"usage":null}\n\n'
+TOKEN = b'data: {"id":"x","choices":[{"text":"%b","finish_reason":null}],"usage":null}\n\n'
+SPACED = b'data: {"choices": [{"text": "c", "finish_reason": null}]}\n\n'
+LAST = b'data: {"choices":[{"text":"","finish_reason":"stop"}]}\n\n'
 USAGE = (
     b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":9,"completion_tokens":3,'
     b'"prompt_tokens_details":{"cached_tokens":4}}}\n\n'
 )
 DONE = b"data: [DONE]\n\n"
-TRICKY = TOKEN % b'\\"usage\\":{ \\n\\n data: [DONE'
+TRICKY = TOKEN % b'\\"usage\\":{ \\"finish_reason\\":null \\n\\n data: [DONE'
 
 
 def scan(data: bytes, cuts: list[int], *, keep_usage: bool = False) -> tuple[bytes, SseScan]:
@@ -26,7 +28,9 @@ def scan(data: bytes, cuts: list[int], *, keep_usage: bool = False) -> tuple[byt
 
 @given(
     cuts=st.lists(st.integers(0, 10_000), max_size=12),
-    texts=st.lists(st.sampled_from([TOKEN % b"a", TOKEN % b"bb", TRICKY]), max_size=6),
+    texts=st.lists(
+        st.sampled_from([TOKEN % b"a", TOKEN % b"bb", TRICKY, SPACED, LAST]), max_size=6
+    ),
     comments=st.booleans(),
     crlf=st.booleans(),
     keep=st.booleans(),
