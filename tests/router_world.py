@@ -19,7 +19,7 @@ from readyplane.core.profile import ClassProfile
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, pack_tokens
 from readyplane.core.worker import CheckResult, Lease, LoadReport, Role, Serving, WorkerOffer
 from readyplane.kit.clock import Clock
-from readyplane.ports import Pair, RankReport, Renewal, RenewalAnswer, Router
+from readyplane.ports import GroupStatus, Pair, RankReport, Renewal, RenewalAnswer, Router
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
 from readyplane_router.epochs import MemoryEpochs
 from readyplane_router.group import STEPS
@@ -82,7 +82,7 @@ class Registry:
 
 
 def evidence(
-    epoch: int, group_epoch: int, *, blocks: int = 10_000, **changes: Mapping[str, Any] | None
+    epoch: int, group_epoch: int, *, blocks: int = 10_000, **changes: Any
 ) -> list[CheckResult]:
     """Good evidence; `changes` replace a check's evidence, None leaves the check out."""
     good: dict[str, Mapping[str, Any] | None] = {
@@ -156,12 +156,14 @@ class FakeWorker:
     offer: WorkerOffer
     lease: Lease = field(init=False)
     group_epoch: int = 0
+    left: bool = False
 
     async def register(self) -> Lease:
         self.lease = await self.router.register(self.offer)
         return self.lease
 
     async def form(self) -> int:
+        status = GroupStatus("forming")
         for rank in range(self.offer.ranks):
             for step in STEPS:
                 status = await self.router.report_rank(
@@ -204,11 +206,12 @@ class FakeWorker:
         )
 
     async def keep_renewing(self, clock: Clock) -> None:
-        while True:
+        while not self.left:
             await self.renew(load=LoadReport(iterations_total=1, running=0))
             await clock.sleep(self.lease.ttl_s / 3)
 
     async def leave(self) -> None:
+        self.left = True
         await self.router.leave(
             self.offer.worker_id, self.offer.incarnation, self.lease.epoch, reason="test"
         )

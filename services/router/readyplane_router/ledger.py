@@ -91,10 +91,12 @@ class Ledger:
             Unavailable: the store; what was not paid stays owed.
         """
         if just_back:
+            self._run_out(absent=True)
             await self._put_back()
         for model in list(self._owed):
             await self._store.release(model, self._owed[model])
             del self._owed[model]
+        self._run_out(absent=False)
         now_s = self._clock.monotonic_s()
         for model, desk in list(self._desks.items()):
             touched, desk.touched = desk.touched, set()
@@ -102,20 +104,25 @@ class Ledger:
             for reservation_id in await self._store.sweep(model):
                 if desk.drop(reservation_id, now_s=now_s) is not None:
                     desk.expired += 1
-            self._run_out(desk, now_s)
             if self._link.routers > 1 or any(s.other_sequences for s in desk.seats.values()):
                 used = await self._store.usage(model)
                 for seat in desk.seats.values():
                     learn(seat, used.get(seat.worker_id, Use()))
 
-    def _run_out(self, desk: Desk, now_s: float) -> None:
-        """Bookings that never got into the store (it was away) run out by this router's clock."""
-        for reservation_id, held in list(desk.held.items()):
-            if not held.in_store and held.pair is not None:
-                idle_s = now_s - held.heard_s
-                if idle_s > self._policy.reservation_ttl_s:
+    def _run_out(self, *, absent: bool) -> None:
+        """Give up, by this router's clock, what the store could not let run out.
+
+        That is what never got there, and, after an absence, whatever was not heard of meanwhile.
+        """
+        now_s, ttl_s = self._clock.monotonic_s(), self._policy.reservation_ttl_s
+        for model, desk in self._desks.items():
+            for reservation_id, held in list(desk.held.items()):
+                if held.pair is None or (held.in_store and not absent):
+                    continue
+                if now_s - held.heard_s > ttl_s:
                     desk.drop(reservation_id, now_s=now_s)
                     desk.expired += 1
+                    self.owe(model, [(reservation_id, ALL_SIDES)])
 
     async def _put_back(self) -> None:
         """The store is back: what is held here is held there again, compared by nobody."""

@@ -371,28 +371,3 @@ class Membership(Replica):
         if self._members.get(offer.worker_id) is member:
             del self._members[offer.worker_id]
             self._roster.bump()
-
-    def _cap(self, member: Member, now_s: float) -> int:
-        """Most sequences now: the engine's limit, or less for the new, the silent, the cut off."""
-        seat, policy = member.seat, self.policy
-        if seat is None:
-            return 0
-        cap = seat.max_num_seqs
-        others = any(
-            m is not member
-            and m.seat is not None
-            and m.offer.model == member.offer.model
-            and m.offer.role is member.offer.role
-            and m.state is WorkerState.READY
-            for m in self._members.values()
-        )
-        if others and member.load_s is not None and now_s - member.load_s > policy.load_stale_s:
-            cap = min(cap, policy.stale_sequences_max)
-        new = member.ready_s is not None and now_s - member.ready_s < policy.ramp_s
-        if others and new and member.load_s is None:
-            cap = min(cap, policy.ramp_sequences)
-        if (
-            not self._link.answering
-        ):  # a share granted beforehand: the others serve without asking too
-            cap = max(1, cap // max(1, self._link.routers))
-        return cap

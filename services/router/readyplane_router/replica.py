@@ -77,6 +77,8 @@ class Replica:
         self._roster.begin(await self._epochs.next())
         await self._store.ping()
         self._link.back()
+        if self._store.shared:
+            self._link.routers = await self._attend()
         await self._resync()
 
     async def tick(self) -> bool:
@@ -148,9 +150,7 @@ class Replica:
     async def _share(self) -> None:
         """News of other routers: how many there are, KV events, vitals of their workers."""
         before = self._link.routers
-        self._link.routers = await self._store.attend(
-            self._incarnation, ttl_s=3 * self.policy.tick_s + self.policy.lease_ttl_s
-        )
+        self._link.routers = await self._attend()
         if self._link.routers > 1:
             await self._sharing.round(
                 [m for m in self._members.values() if m.seat is not None],
@@ -162,6 +162,10 @@ class Replica:
             self._sharing.alone()
         if self._link.routers > 1 or self._ticks % RESYNC_EVERY_TICKS == 0:
             await self._resync()
+
+    async def _attend(self) -> int:
+        ttl_s = 3 * self.policy.tick_s + self.policy.lease_ttl_s
+        return await self._store.attend(self._incarnation, ttl_s=ttl_s)
 
     async def follow(self) -> None:
         """Follow the changes that other routers make; endless, resumes after an absence."""
@@ -284,6 +288,7 @@ class Replica:
         correction = desk.corrections.get(profile.name)
         seat = member.take_seat(profile, factor=correction.factor if correction else 1.0)
         desk.seat_worker(seat, now_s=now_s)
+        seat.sequences_cap = self._cap(member, now_s)
         self._shut_by_state(member)
         self._roster.bump()
 
@@ -328,6 +333,31 @@ class Replica:
         member.draining_wall_s = self._clock.wall_s()
         self._shut_by_state(member)
         self._roster.bump()
+
+    def _cap(self, member: Member, now_s: float) -> int:
+        """Most sequences now: the engine's limit, or less for the new, the silent, the cut off."""
+        seat, policy = member.seat, self.policy
+        if seat is None:
+            return 0
+        cap = seat.max_num_seqs
+        others = any(
+            m is not member
+            and m.seat is not None
+            and m.offer.model == member.offer.model
+            and m.offer.role is member.offer.role
+            and m.state is WorkerState.READY
+            for m in self._members.values()
+        )
+        if others and member.load_s is not None and now_s - member.load_s > policy.load_stale_s:
+            cap = min(cap, policy.stale_sequences_max)
+        new = member.ready_s is not None and now_s - member.ready_s < policy.ramp_s
+        if others and new and member.load_s is None:
+            cap = min(cap, policy.ramp_sequences)
+        if (
+            not self._link.answering
+        ):  # a share granted beforehand: the others serve without asking too
+            cap = max(1, cap // max(1, self._link.routers))
+        return cap
 
 
 def _mono(then_wall_s: float | None, wall_s: float, now_s: float) -> float | None:

@@ -1,0 +1,879 @@
+"""The router's use-cases on virtual time: requests, workers, and what goes wrong with both."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from readyplane.core.errors import (
+    InvalidField,
+    LostLease,
+    NoCompatiblePair,
+    NoPair,
+    NotFound,
+    Overloaded,
+    PromptTooLong,
+    StaleEpoch,
+    Unavailable,
+)
+from readyplane.core.identity import KvFormat
+from readyplane.core.work import EventKind, RequestEvent, Slo, sequence_hashes
+from readyplane.core.worker import LoadReport, Role, WorkerState
+from readyplane.ports import KvEvent, KvEventBatch, Pair, RankReport
+from readyplane_router.pair import PairPolicy
+from readyplane_router.policy import RouterPolicy
+from readyplane_router.service import RouterService
+from readyplane_router.store import Use
+from tests.router_world import (
+    DIGEST,
+    MODEL,
+    PROFILE,
+    SERVED,
+    FakeWorker,
+    World,
+    events,
+    offer,
+    on_virtual_time,
+    serving,
+    shape,
+)
+
+P, D = Role.PREFILL, Role.DECODE
+QUICK = RouterPolicy(
+    pair=PairPolicy(slo=Slo(2.0, 0.2), wait_max_s=5.0, empty_wait_max_s=8.0),
+    redis_absence_max_s=20.0,
+    reservation_ttl_s=10.0,
+)
+
+
+async def fleet_of(world: World, router: RouterService, p: int = 1, d: int = 1) -> list[FakeWorker]:
+    made = [await world.worker(router, f"p{i}", P) for i in range(p)]
+    return made + [await world.worker(router, f"d{i}", D) for i in range(d)]
+
+
+async def all_free(world: World, router: RouterService) -> None:
+    """Nothing is promised any more, neither here nor in the store."""
+    for seat in router.desks[MODEL].seats.values():
+        assert (seat.sequences, seat.decoding, seat.assigned, seat.transfers) == (0, 0, 0, 0)
+        assert (seat.kv_blocks, seat.prefill_tokens, seat.works) == (0, 0, {})
+        assert seat.work_s == pytest.approx(0.0) and seat.kv_tokens == pytest.approx(0.0)
+    assert all(use == Use() for use in (await world.store.usage(MODEL)).values())
+    assert not router.desks[MODEL].held and not router.desks[MODEL].waiting
+
+
+# --------------------------------------------------------------------------- requests
+
+
+def test_a_request_is_paired_reserved_and_given_back() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+        pair = await router.route(shape("r1"))
+        assert (pair.prefill.worker_id, pair.decode.worker_id, pair.local) == ("p0", "d0", False)
+        assert pair.predicted_ttft_s == pytest.approx(0.16, abs=0.03)
+        used = await world.store.usage(MODEL)
+        assert used["p0"] == Use(1, 10, 160_000, 160)
+        assert used["d0"].sequences == 1 and used["d0"].blocks == 14  # 160 + 64 tokens
+        await router.complete(events(pair, EventKind.PREFILL_DONE))
+        assert (await world.store.usage(MODEL))["p0"] == Use()
+        worker = (await router.list_workers()).workers["p0"]
+        assert worker.active == 1  # its KV is still being read
+        await router.complete(events(pair, EventKind.FIRST_TOKEN, ttft_s=0.2, output_tokens=1))
+        assert (await router.list_workers()).workers["p0"].active == 0
+        done = events(pair, EventKind.FINISHED, tpot_s=0.02, output_tokens=40, attained=True)
+        assert await router.complete(done) == 0
+        assert await router.complete(done) == 1
+        await all_free(world, router)
+        told = (await router.signals()).models[MODEL]
+        assert (told.arrivals_total, told.arrival_tokens_total) == (1, 160)
+        assert (told.finished_total, told.output_tokens_total, told.attained_total) == (1, 40, 1)
+        assert (told.handovers_total, told.aborted_total, told.refused_total) == (1, 0, 0)
+        assert (told.ttft_actual.count, told.ttft_actual.p50_s) == (1, 0.2)
+        assert (told.tpot_actual.count, told.tpot_actual.p50_s) == (1, 0.02)
+        assert sum(map(sum, told.length_counts)) == 1
+
+    on_virtual_time(main)
+
+
+def test_the_same_request_is_the_same_reservation() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        waiting = [asyncio.create_task(router.route(shape("r1"))) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await fleet_of(world, router)
+        first, *others = await asyncio.gather(*waiting)
+        assert all(other == first for other in others)
+        assert await router.route(shape("r1")) == first
+        assert (await world.store.usage(MODEL))["d0"].sequences == 1
+        assert (await router.signals()).models[MODEL].arrivals_total == 1
+
+    on_virtual_time(main)
+
+
+def test_a_prefill_worker_is_kept_short_and_new_capacity_helps_the_backlog_at_once() -> None:
+    """Late binding: what waits in the router can go to whoever becomes ready."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+        tasks = [
+            asyncio.create_task(router.route(shape(f"r{i}", 400, first=i * 1000))) for i in range(8)
+        ]
+        await asyncio.sleep(0.01)
+        desk = router.desks[MODEL]
+        assert [t.done() for t in tasks].count(True) == 2  # 0.4 s each, 0.5 s ahead
+        assert desk.queued_tokens == 6 * 400
+        told = (await router.signals()).models[MODEL]
+        assert (told.queued_requests, told.queued_tokens) == (6, 2400)
+        assert (told.prefilling_requests, told.prefilling_tokens) == (2, 800)
+        await world.worker(router, "p1", P)
+        await asyncio.sleep(0.01)
+        assert [t.done() for t in tasks].count(True) == 4
+        ends = [t.result().prefill.worker_id for t in tasks if t.done()]
+        assert ends == ["p0", "p0", "p1", "p1"]
+        for task in tasks:
+            task.cancel()
+
+    on_virtual_time(main)
+
+
+def test_completions_and_mere_time_wake_the_queue() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+        pairs = [await router.route(shape(f"r{i}", 400, first=i * 1000)) for i in range(2)]
+        began = world.clock.monotonic_s()
+        third = await router.route(shape("r2", 400, first=5000))
+        assert third.waited_s == pytest.approx(0.3, abs=0.02)  # 0.8 s promised, 0.5 s allowed
+        assert world.clock.monotonic_s() - began == pytest.approx(0.3, abs=0.02)
+        waiting = asyncio.create_task(router.route(shape("r3", 400, first=9000)))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await router.complete(events(pairs[0], EventKind.PREFILL_DONE))
+        await router.complete(events(pairs[1], EventKind.PREFILL_DONE))
+        await asyncio.sleep(0.001)
+        assert waiting.done()
+
+    on_virtual_time(main)
+
+
+def test_an_empty_pool_is_waited_for_and_then_refused() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        began = world.clock.monotonic_s()
+        waiting = asyncio.create_task(router.route(shape("r1")))
+        await asyncio.sleep(3.0)
+        await fleet_of(world, router)
+        pair = await waiting
+        assert pair.waited_s == pytest.approx(3.0, abs=0.01)
+        assert pair.predicted_ttft_s > 3.0  # waiting is part of it (R4.2)
+        await router.drain("p0", reason="test")
+        began = world.clock.monotonic_s()
+        with pytest.raises(NoPair, match="prefill worker is shut") as caught:
+            await router.route(shape("r2"))
+        assert not isinstance(caught.value, Overloaded)
+        assert world.clock.monotonic_s() - began == pytest.approx(8.0, abs=0.01)
+
+    on_virtual_time(main, policy=QUICK)
+
+
+def test_a_saturated_pool_refuses_as_overloaded_within_its_own_bound() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+        desk = router.desks[MODEL]
+        for i in range(64):
+            pair = await router.route(shape(f"r{i}", 16, first=i * 1000))
+            await router.complete(events(pair, EventKind.PREFILL_DONE))
+        assert desk.decodes[0].sequences == 64
+        began = world.clock.monotonic_s()
+        beat = asyncio.create_task(keep_alive(router, world))
+        with pytest.raises(Overloaded) as caught:
+            await router.route(shape("late"))
+        beat.cancel()
+        assert world.clock.monotonic_s() - began == pytest.approx(5.0, abs=0.01)
+        assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 1.0
+        assert (await router.signals()).models[MODEL].refused_total == 1
+
+    async def keep_alive(router: RouterService, world: World) -> None:
+        while True:
+            await asyncio.sleep(2.0)
+            held = list(router.desks[MODEL].held)
+            await router.complete([RequestEvent(r, EventKind.PROGRESS) for r in held])
+
+    on_virtual_time(main, policy=replace(QUICK, pair=replace(QUICK.pair, tpot_admit=100.0)))
+
+
+def test_a_client_that_leaves_takes_its_request_out_of_the_queue() -> None:
+    """B76: dead entries never reach a worker; a fresh request is served next."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        dead = [asyncio.create_task(router.route(shape(f"dead{i}"))) for i in range(200)]
+        await asyncio.sleep(1.0)
+        assert len(router.desks[MODEL].queue) == 200
+        for task in dead:
+            task.cancel()
+        await asyncio.gather(*dead, return_exceptions=True)
+        assert router.desks[MODEL].queued_tokens == 0
+        await fleet_of(world, router)
+        pair = await router.route(shape("fresh"))
+        assert pair.waited_s == 0.0
+        await router.complete(events(pair, *SERVED))
+        await all_free(world, router)
+
+    on_virtual_time(main)
+
+
+def test_a_client_that_leaves_between_grant_and_answer_leaves_nothing_booked() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        waiting = asyncio.create_task(router.route(shape("r1")))
+        await asyncio.sleep(1.0)
+        await world.worker(router, "p0", P)
+        made = await world.worker(router, "d0", D)  # grants, and is not yet seen by the caller
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(2.0)
+        await all_free(world, router)
+        await made.renew()
+
+    on_virtual_time(main)
+
+
+def test_more_important_requests_go_first_and_push_others_out_of_a_full_queue() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        low = asyncio.create_task(router.route(shape("low", priority=0)))
+        await asyncio.sleep(0.1)
+        mid = asyncio.create_task(router.route(shape("mid", priority=1)))
+        await asyncio.sleep(0.1)
+        with pytest.raises(Overloaded, match="holds 2 requests"):
+            await router.route(shape("late", priority=0))
+        high = asyncio.create_task(router.route(shape("high", priority=2)))
+        await asyncio.sleep(0.1)
+        with pytest.raises(Overloaded, match="more important"):
+            await low
+        assert [w.shape.request_id for w in router.desks[MODEL].queue] == ["high", "mid"]
+        await fleet_of(world, router)
+        assert (await high).waited_s < (await mid).waited_s
+        assert router.desks[MODEL].refusals == {"queue_full": 1, "outranked": 1}
+
+    on_virtual_time(main, policy=replace(QUICK, queue_requests_max=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"request_id": ""}, "request_id"),
+        ({"model": ""}, "model"),
+        ({"isl": 0, "token_ids": b""}, "isl"),
+        ({"isl": -5}, "isl"),
+        ({"isl": 10**12, "token_ids": b""}, "isl"),
+        ({"isl": 161}, "token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"slo": Slo(0.0, 0.1)}, "slo"),
+    ],
+)
+def test_a_shape_that_makes_no_sense_is_refused_by_name(
+    changes: dict[str, Any], words: str
+) -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        with pytest.raises(InvalidField, match=words):
+            await router.route(replace(shape("r1"), **changes))
+
+    on_virtual_time(main)
+
+
+def test_a_prompt_that_no_worker_takes_is_too_long_at_once() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+        with pytest.raises(PromptTooLong, match="32768 tokens at most"):
+            await router.route(shape("r1", 32_768))
+        with pytest.raises(PromptTooLong):
+            await router.route(shape("r2", 16, max_tokens=10_000_000))
+        assert world.clock.monotonic_s() < 1.0
+
+    on_virtual_time(main)
+
+
+def test_unknown_models_are_not_found_and_open_no_desk() -> None:
+    """B159, B172: unknown is 404, known but without workers is waited for."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        for number in range(300):
+            with pytest.raises(NotFound):
+                await router.route(shape("r", model=f"junk-{number}"))
+        assert set(router.desks) == set()
+        assert router.other_refused == 300
+        with pytest.raises(NoPair):
+            await router.route(shape("r"))
+        assert set(router.desks) == {MODEL}
+
+    on_virtual_time(main, policy=QUICK)
+
+
+def test_incompatible_workers_are_never_paired_and_the_field_is_named() -> None:
+    """B69, B169: within a second, with the differing field."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await world.worker(router, "p0", P)
+        odd = serving(kv=KvFormat(DIGEST, layout="NHD"))
+        await world.worker(router, "d0", D, serves=odd)
+        with pytest.raises(NoCompatiblePair, match="layout: HND != NHD"):
+            await router.route(shape("r1"))
+        assert world.clock.monotonic_s() < 1.0
+
+    on_virtual_time(main)
+
+
+def test_a_failed_leg_gives_everything_back_and_is_paired_anew_elsewhere() -> None:
+    """B71, R19.3."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router, p=2)
+        first = await router.route(shape("r1"))
+        bad = first.prefill.worker_id
+        failed = events(first, EventKind.LEG_FAILED, failed_worker_id=bad, detail="refused")
+        assert await router.complete(failed) == 0
+        await all_free(world, router)
+        second = await router.route(shape("r1"), replaces=first.reservation_id, avoid=[bad])
+        assert second.prefill.worker_id not in (bad, "")
+        assert second.reservation_id != first.reservation_id
+        told = (await router.signals()).models[MODEL]
+        assert (told.arrivals_total, told.repaired_total) == (1, 1)
+        # A re-pair that comes before the failure was told releases the old one, too.
+        third = await router.route(shape("r1"), replaces=second.reservation_id, avoid=[])
+        assert await router.complete(events(second, EventKind.ABORTED)) == 1
+        await router.complete(events(third, *SERVED))
+        await all_free(world, router)
+
+    on_virtual_time(main)
+
+
+def test_a_circuit_opens_for_failures_only_and_closes_with_one_good_probe() -> None:
+    """B68, B70."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+
+        async def fail(number: int, detail: str) -> None:
+            pair = await router.route(shape(f"{detail}{number}"))
+            await router.complete(
+                events(pair, EventKind.LEG_FAILED, failed_worker_id="p0", detail=detail)
+            )
+
+        for number in range(20):
+            await fail(number, "busy: 429")
+        for number in range(5):
+            await fail(number, "connection refused")
+        with pytest.raises(NoPair, match="circuit open") as caught:
+            await router.route(shape("now"))
+        assert caught.value.retry_after_s == 5.0
+        await asyncio.sleep(6.1)
+        probe = await router.route(shape("probe"))
+        with pytest.raises(NoPair, match="probe under way"):
+            await router.route(shape("meanwhile"))
+        await router.complete(events(probe, *SERVED))
+        again = await router.route(shape("again"))
+        await router.complete(events(again, *SERVED))
+        await all_free(world, router)
+
+    on_virtual_time(main)
+
+
+def test_a_probe_that_ends_without_a_verdict_does_not_shut_its_worker_for_ever() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+        for number in range(5):
+            pair = await router.route(shape(f"r{number}"))
+            await router.complete(events(pair, EventKind.LEG_FAILED, failed_worker_id="p0"))
+        await asyncio.sleep(6.1)
+        probe = await router.route(shape("probe"))
+        await router.complete(events(probe, EventKind.ABORTED))
+        await asyncio.sleep(1.1)
+        assert (await router.route(shape("next"))).prefill.worker_id == "p0"
+
+    on_virtual_time(main)
+
+
+def test_a_reservation_that_nobody_speaks_of_runs_out() -> None:
+    """B86."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+        silent = await router.route(shape("silent"))
+        spoken = await router.route(shape("spoken"))
+        for _ in range(4):
+            await asyncio.sleep(4.0)
+            await router.complete(events(spoken, EventKind.PROGRESS, output_tokens=0))
+        assert set(router.desks[MODEL].held) == {spoken.reservation_id}
+        assert await router.complete(events(silent, EventKind.FINISHED)) == 1
+        await router.complete(events(spoken, *SERVED))
+        await all_free(world, router)
+
+    on_virtual_time(main, policy=QUICK)
+
+
+def test_an_output_longer_than_forecast_grows_its_reservation() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+        for number in range(40):  # short answers teach a short forecast
+            pair = await router.route(shape(f"r{number}", max_tokens=4096, first=number))
+            await router.complete(events(pair, *SERVED, output_tokens=20))
+        pair = await router.route(shape("long", max_tokens=4096))
+        before = (await world.store.usage(MODEL))["d0"].blocks
+        assert before == -(-(160 + 24) // 16)  # 24: the middle of the bin that 20 is in
+        await router.complete(events(pair, EventKind.PROGRESS, output_tokens=2))
+        assert (await world.store.usage(MODEL))["d0"].blocks == before
+        await router.complete(events(pair, EventKind.PROGRESS, output_tokens=40))
+        assert (await world.store.usage(MODEL))["d0"].blocks == before + 16
+        assert (await router.signals()).models[MODEL].decoding_kv_tokens == 200
+        await router.complete(events(pair, EventKind.FINISHED, output_tokens=60))
+        await all_free(world, router)
+
+    on_virtual_time(main)
+
+
+def test_a_dry_run_reserves_nothing_and_explains() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router, p=2)
+        pair = await router.route(shape("r1"), dry_run=True, explain=True)
+        assert pair.reservation_id == "" and pair.explanation is not None
+        assert pair.explanation["candidates"] == 2
+        real = await router.route(shape("r2"), explain=True)
+        assert real.explanation is not None
+        assert real.explanation["chosen"]["prefill"] == real.prefill.worker_id
+        await router.complete(events(real, *SERVED))
+        await router.drain("p0")
+        await router.drain("p1")
+        with pytest.raises(NoPair, match="prefill:p0: draining"):
+            await router.route(shape("r3"), dry_run=True, explain=True)
+        assert (await router.signals()).models[MODEL].arrivals_total == 1
+        await all_free(world, router)
+
+    on_virtual_time(main)
+
+
+# --------------------------------------------------------------------------- prefixes
+
+
+def test_a_conversation_goes_back_to_the_worker_that_holds_it() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        p0, p1, _ = await fleet_of(world, router, p=2)
+        first = await router.route(shape("turn1", 320))
+        await router.complete(events(first, *SERVED))
+        holder = p0 if first.prefill.worker_id == "p0" else p1
+        # A new turn within the speculative time goes there; its events make it last.
+        again = await router.route(shape("turn2", 640))
+        assert (again.prefill.worker_id, again.prefill.cached_tokens) == (
+            holder.offer.worker_id,
+            320,
+        )
+        await router.complete(events(again, *SERVED))
+        await asyncio.sleep(30.0)
+        cold = await router.route(shape("turn3", 640))
+        assert cold.prefill.cached_tokens == 0
+        blocks = sequence_hashes(shape("x", 640).token_ids, 16)
+        batch = KvEventBatch(1, (KvEvent("stored", blocks),))
+        await holder.renew(kv_events=(batch,))
+        await router.complete(events(cold, *SERVED))
+        await asyncio.sleep(30.0)
+        warm = await router.route(shape("turn4", 640))
+        assert (warm.prefill.worker_id, warm.prefill.cached_tokens) == (
+            holder.offer.worker_id,
+            639,
+        )
+        told = (await router.signals()).models[MODEL]
+        assert told.arrival_uncached_tokens_total == 320 + 320 + 640 + 1
+
+    on_virtual_time(main)
+
+
+def test_events_from_before_the_gate_count_and_a_gap_asks_for_a_replay() -> None:
+    """B93."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        worker = FakeWorker(router, offer("p0", P))
+        await worker.register()
+        await worker.renew(kv_events=(KvEventBatch(0, (KvEvent("stored", (1,)),)),))
+        await worker.form()
+        assert await worker.admit() == ()
+        answer = await worker.renew(kv_events=(KvEventBatch(1, (KvEvent("stored", (2,)),)),))
+        assert answer.directives == ()
+        answer = await worker.renew(kv_events=(KvEventBatch(4, (KvEvent("stored", (5,)),)),))
+        assert [d.kind for d in answer.directives] == ["replay_kv"]
+        assert [d.kind for d in (await worker.renew()).directives] == ["replay_kv"]
+        anew = KvEventBatch(5, (KvEvent("cleared"), KvEvent("stored", (1, 2, 5))))
+        assert (await worker.renew(kv_events=(anew,))).directives == ()
+
+    on_virtual_time(main)
+
+
+# --------------------------------------------------------------------------- workers
+
+
+def test_only_the_gate_makes_a_worker_routable() -> None:
+    """B47: registered is not ready."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await world.worker(router, "d0", D)
+        worker = FakeWorker(router, offer("p0", P))
+        await worker.register()
+        assert "the group is forming" in "; ".join(await worker.admit())
+        await worker.form()
+        wrong = {"token_ids": [0], "eos_ok": True, "sampling_ok": True}
+        reasons = await worker.admit(canary=wrong)
+        assert reasons == ("canary: answered 0, known answer 7, 8, 9",)
+        seen = (await router.list_workers()).workers["p0"]
+        assert seen.state is WorkerState.PROVISIONED and seen.serving is None
+        assert [c.name for c in seen.checks if not c.passed] == ["canary"]
+        with pytest.raises(NoPair):
+            await router.route(shape("r1"), dry_run=True)
+        assert await worker.admit() == ()
+        assert await worker.admit() == ()
+        assert world.admissions == ["d0", "p0"]
+        assert (await router.route(shape("r1"))).prefill.worker_id == "p0"
+
+    on_virtual_time(main)
+
+
+def test_the_registry_away_delays_admission_and_lets_nobody_in_unchecked() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        worker = FakeWorker(router, offer("p0", P))
+        await worker.register()
+        await worker.form()
+        world.registry.away = True
+        with pytest.raises(Unavailable):
+            await worker.admit()
+        world.registry.away = False
+        assert await worker.admit() == ()
+
+    on_virtual_time(main)
+
+
+def test_a_profile_nobody_registered_comes_with_the_evidence() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        worker = FakeWorker(router, offer("p0", P))
+        await worker.register()
+        await worker.form()
+        slow = replace(PROFILE, name="slow10", slow_factor=10.0)
+        serves = serving(profile="slow10")
+        claim = {"name": "slow10", "digest": slow.digest}
+        assert "slow10 is not registered" in "; ".join(
+            await worker.admit(serves=serves, profile=claim)
+        )
+        whole = {**claim, "document": slow.document()}
+        assert await worker.admit(serves=serves, profile=whole) == ()
+        broken = {**claim, "name": "b", "document": {**slow.document(), "name": "b", "gpus": -1}}
+        other = await FakeWorker(router, offer("p1", P)).register()
+        assert other.epoch > worker.lease.epoch
+
+        late = FakeWorker(router, offer("p2", P))
+        await late.register()
+        await late.form()
+        assert "profile.gpus" in "; ".join(
+            await late.admit(serves=serving(profile="b"), profile=broken)
+        )
+
+    on_virtual_time(main)
+
+
+def test_one_failed_rank_fails_the_group_even_after_admission() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        worker = await world.worker(router, "p0", P, renewing=False)
+        status = await router.report_rank(
+            RankReport("p0", "p0-1", worker.lease.epoch, 0, "failed", DIGEST, "ECC error")
+        )
+        assert status.state == "failed" and status.waiting_for == ("rank 0: ECC error",)
+        assert (await router.list_workers()).workers["p0"].state is WorkerState.GONE
+        with pytest.raises(LostLease, match="ECC error"):
+            await worker.renew()
+
+    on_virtual_time(main)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"worker_id": ""}, "worker_id"),
+        ({"worker_id": "x\x1fy"}, "worker_id"),
+        ({"model": "m" * 300}, "model"),
+        ({"ranks": 0}, "ranks"),
+        ({"manifest_digest": ""}, "manifest_digest"),
+        ({"agent_url": "http://169.254.169.254"}, "agent_url"),
+    ],
+)
+def test_an_offer_that_makes_no_sense_gets_no_lease(changes: dict[str, Any], words: str) -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        with pytest.raises(InvalidField, match=words):
+            await router.register(replace(offer("p0", P), **changes))
+        assert (await router.list_workers()).workers == {}
+
+    on_virtual_time(main)
+
+
+def test_a_lease_that_is_not_renewed_runs_out_and_takes_its_reservations_with_it() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        await world.worker(router, "p0", P)
+        silent = await world.worker(router, "d0", D, renewing=False)
+        pair = await router.route(shape("r1"))
+        await asyncio.sleep(9.0)
+        fleet = await router.list_workers()
+        assert fleet.workers["d0"].state is WorkerState.GONE
+        assert fleet.workers["p0"].state is WorkerState.READY
+        assert await router.complete(events(pair, EventKind.FINISHED)) == 1
+        await all_free(world, router)
+        with pytest.raises(LostLease):
+            await silent.renew()
+        await asyncio.sleep(QUICK.gone_kept_s + 2.0)
+        assert "d0" not in (await router.list_workers()).workers
+        # The same process may come back, with a new epoch, through the gate.
+        before = silent.lease.epoch
+        await silent.start()
+        assert silent.lease.epoch > before
+
+    on_virtual_time(main, policy=QUICK)
+
+
+def test_a_newer_incarnation_fences_the_older_one() -> None:
+    """B72, B146: paused, replaced, resumed: the old one never acts again."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await world.worker(router, "d0", D)
+        old = await world.worker(router, "p0", P, renewing=False)
+        pair = await router.route(shape("r1"))
+        new = await world.worker(router, "p0", P, incarnation="p0-2")
+        assert new.lease.epoch > old.lease.epoch
+        with pytest.raises(LostLease):
+            await old.renew()
+        with pytest.raises(LostLease, match="taken over"):
+            await old.register()
+        await old.leave()  # does not touch its successor (B145)
+        fleet = await router.list_workers()
+        assert fleet.workers["p0"].offer.incarnation == "p0-2"
+        assert fleet.workers["p0"].state is WorkerState.READY
+        assert await router.complete(events(pair, EventKind.FINISHED)) == 1
+        with pytest.raises(StaleEpoch):
+            await router.drain("p0", epoch=old.lease.epoch)
+        again = await router.route(shape("r2"))
+        assert again.prefill.epoch == new.lease.epoch
+        await router.complete(events(again, *SERVED))
+        await asyncio.sleep(1.5)  # what the fenced one held is given back with the next round
+        await all_free(world, router)
+
+    on_virtual_time(main)
+
+
+def test_drain_waits_for_the_last_request_and_for_the_worker_s_word() -> None:
+    """B60, B61, B62: no new work at once; leave only when nobody needs it."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        _, d0, _ = await fleet_of(world, router, d=2)
+        pairs: dict[str, Pair] = {}
+        for number in range(2):
+            pair = await router.route(shape(f"r{number}", first=number * 999))
+            pairs[pair.decode.worker_id] = pair
+        assert set(pairs) == {"d0", "d1"}
+        before = await router.drain(
+            "d0", reason="scale down", deadline_s=120.0, scale_decision_id="dec-1"
+        )
+        assert before.state is WorkerState.DRAINING
+        assert before.drain_reason == "scale down (dec-1)"
+        for number in range(5):
+            pair = await router.route(shape(f"new{number}"))
+            assert pair.decode.worker_id == "d1"
+            await router.complete(events(pair, *SERVED))
+        answer = await d0.renew(drained=False)
+        assert [d.kind for d in answer.directives] == ["drain"]
+        assert 0 < (answer.directives[0].deadline_s or 0) <= 120.0
+        await asyncio.sleep(50.0)
+        await router.complete(events(pairs["d0"], EventKind.PROGRESS, output_tokens=3))
+        assert [d.kind for d in (await d0.renew(drained=True)).directives] == ["drain"]
+        await router.complete(events(pairs["d0"], *SERVED))
+        assert [d.kind for d in (await d0.renew(drained=True)).directives] == ["leave"]
+        assert (await router.drain("d0")).state is WorkerState.DRAINING
+        await d0.leave()
+        assert (await router.list_workers()).workers["d0"].state is WorkerState.GONE
+        assert router.desks[MODEL].counters.aborted == 0
+
+    on_virtual_time(main)
+
+
+def test_a_drain_deadline_ends_it_with_counted_aborts() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        _, d0 = await fleet_of(world, router)
+        pair = await router.route(shape("r1"))
+        await router.drain("d0", deadline_s=5.0)
+        await asyncio.sleep(6.5)
+        answer = await d0.renew()
+        assert [d.kind for d in answer.directives] == ["leave"]
+        assert router.desks[MODEL].counters.aborted == 1
+        assert router.members.counts["drain_aborts"] == 1
+        assert await router.complete(events(pair, EventKind.FINISHED)) == 1
+        await all_free(world, router)
+
+    on_virtual_time(main)
+
+
+def test_running_sequences_without_iterations_are_a_stall_and_idleness_is_not() -> None:
+    """B46, B48."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await world.worker(router, "p0", P)
+        d0 = await world.worker(router, "d0", D, renewing=False)
+
+        async def report(seconds: int, *, iterations: int, running: int) -> WorkerState:
+            for step in range(seconds):
+                moving = iterations + step if iterations < 0 else iterations
+                await d0.renew(
+                    load=LoadReport(iterations_total=abs(moving), running=running, waiting=0)
+                )
+                await asyncio.sleep(1.0)
+            return (await router.list_workers()).workers["d0"].state
+
+        assert await report(30, iterations=7, running=0) is WorkerState.READY
+        assert await report(8, iterations=7, running=2) is WorkerState.READY
+        assert await report(4, iterations=7, running=2) is WorkerState.STALLED
+        with pytest.raises(NoPair, match="stalled"):
+            await router.route(shape("r1"), dry_run=True)
+        assert await report(2, iterations=8, running=2) is WorkerState.READY
+        assert (await router.route(shape("r2"))).decode.worker_id == "d0"
+        assert await report(30, iterations=-100, running=2) is WorkerState.READY
+
+    on_virtual_time(main)
+
+
+def test_a_fresh_worker_without_reports_gets_a_share_not_a_stampede() -> None:
+    """B80."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+        for number in range(40):
+            pair = await router.route(shape(f"r{number}", 16, first=number * 99))
+            await router.complete(events(pair, EventKind.PREFILL_DONE))
+        new = await world.worker(router, "d1", D, renewing=False)
+        await asyncio.sleep(1.0)
+        for number in range(30):
+            pair = await router.route(shape(f"n{number}", 16, first=number * 99))
+            await router.complete(events(pair, EventKind.PREFILL_DONE))
+        seats = {s.worker_id: s.sequences for s in router.desks[MODEL].decodes}
+        assert seats == {"d0": 54, "d1": 16}
+        await new.renew(load=LoadReport(running=16, iterations_total=5))
+        await asyncio.sleep(1.0)
+        pair = await router.route(shape("later", 16))
+        assert pair.decode.worker_id == "d1"
+
+    on_virtual_time(main, policy=replace(QUICK, pair=replace(QUICK.pair, tpot_admit=100.0)))
+
+
+def test_old_reports_are_not_taken_for_idleness() -> None:
+    """B74: a worker whose engine was last seen idle long ago gets probe traffic only."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await world.worker(router, "p0", P)
+        await world.worker(router, "d0", D)
+        old = await world.worker(router, "d1", D, renewing=False)
+        await old.renew(load=LoadReport(running=0, iterations_total=1, age_s=60.0))
+        await asyncio.sleep(1.5)
+        for number in range(10):
+            pair = await router.route(shape(f"r{number}", 16, first=number * 99))
+            await router.complete(events(pair, EventKind.PREFILL_DONE))
+        seats = {s.worker_id: s.sequences for s in router.desks[MODEL].decodes}
+        assert seats == {"d0": 9, "d1": 1}
+
+    on_virtual_time(main)
+
+
+def test_load_that_nobody_here_promised_counts_too() -> None:
+    """B81: the engine's own figures and the routers' promises are separate, and both count."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router, d=2)
+        d0 = FakeWorker(router, offer("d0", D))
+        d0.lease = await d0.register()
+        await d0.renew(load=LoadReport(running=20, waiting=3, iterations_total=9))
+        pairs = [await router.route(shape(f"r{n}", 16, first=n * 99)) for n in range(6)]
+        assert {p.decode.worker_id for p in pairs} == {"d1"}
+        full = LoadReport(running=1, kv_used_blocks=9_999, iterations_total=10)
+        await d0.renew(load=full)
+        worker = (await router.list_workers()).workers["d0"]
+        assert worker.load.kv_used_blocks == 9_999 and worker.promised_kv_blocks == 0
+
+    on_virtual_time(main)
+
+
+def test_the_fleet_is_watched_from_now_on() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        seen: list[tuple[int, list[str]]] = []
+
+        async def follow() -> None:
+            async for fleet in router.watch(MODEL):
+                states = [f"{w.worker_id}:{w.state}" for w in fleet.workers.values()]
+                seen.append((fleet.version, states))
+
+        task = asyncio.create_task(follow())
+        await asyncio.sleep(0)
+        worker = await world.worker(router, "p0", P)
+        await asyncio.sleep(0)
+        await router.drain("p0")
+        await asyncio.sleep(0)
+        await worker.leave()
+        await asyncio.sleep(0)
+        task.cancel()
+        states = [states for _, states in seen]
+        assert states[0] == []
+        assert ["p0:ready"] in states and ["p0:draining"] in states
+        assert states[-1] == ["p0:gone"]
+        versions = [version for version, _ in seen]
+        assert versions == sorted(set(versions))
+
+    on_virtual_time(main)
+
+
+def test_hundreds_of_comings_and_goings_leave_nothing_behind() -> None:
+    """B100, B160."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        for number in range(300):
+            worker = await world.worker(
+                router, f"p{number % 50}", P, renewing=False, incarnation=f"i{number}"
+            )
+            await worker.renew(kv_events=(KvEventBatch(0, (KvEvent("stored", tuple(range(20))),)),))
+            await worker.leave()
+        await asyncio.sleep(15.0)
+        desk = router.desks[MODEL]
+        assert (await router.list_workers()).workers == {}
+        assert not (desk.seats or desk.prefills or desk.circuits or desk.held or len(desk.index))
+
+    on_virtual_time(main)
