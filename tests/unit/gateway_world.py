@@ -44,13 +44,14 @@ class Plan:
     """How an engine behaves at one call.
 
     `how`: ok, refuse (no connection), hang, reset, reset_mid, garbage, truncated, error_event,
-    stall_mid, no_params, or an HTTP status as text.
+    stall_mid, no_params, or an HTTP status as text. `together`: tokens in one chunk.
     """
 
     how: str = "ok"
     after_s: float = 0.02
     tokens: int = 5
     every_s: float = 0.01
+    together: int = 1
 
 
 @dataclass
@@ -162,7 +163,7 @@ class _MemoryTransport(asyncio.Transport):
                 self._lose()
             self._json(200, {"id": "x", "choices": [{"text": "a" * plan.tokens}], "usage": usage})
             return
-        await self._stream(plan, usage, chat="messages" in body)
+        await self._stream(plan, usage, body)
 
     def _prefilled(self, plan: Plan, seen: Seen, usage: dict[str, Any]) -> None:
         held = f"r{len(self._engine.seen)}-{seen.headers.get('x-request-id', '')}"
@@ -176,12 +177,14 @@ class _MemoryTransport(asyncio.Transport):
             % (json.dumps(usage).encode(), kv),
         )
 
-    async def _stream(self, plan: Plan, usage: dict[str, Any], *, chat: bool) -> None:
+    async def _stream(self, plan: Plan, usage: dict[str, Any], body: dict[str, Any]) -> None:
+        chat = "messages" in body
+        counted = body["stream_options"].get("continuous_usage_stats")
         self._give(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
             b"transfer-encoding: chunked\r\n\r\n"
         )
-        for n in range(plan.tokens):
+        for n in range(0, plan.tokens, plan.together):
             if n == plan.tokens // 2:
                 if plan.how == "reset_mid":
                     self._lose()
@@ -196,7 +199,8 @@ class _MemoryTransport(asyncio.Transport):
                     break
             choice: dict[str, Any] = {"index": 0, "finish_reason": None}
             choice |= {"delta": {"content": f"t{n}"}} if chat else {"text": f"t{n}"}
-            self._event({"id": "x", "choices": [choice], "usage": None})
+            so_far = {"prompt_tokens": 10, "completion_tokens": min(plan.tokens, n + plan.together)}
+            self._event({"id": "x", "choices": [choice], "usage": so_far if counted else None})
             await asyncio.sleep(plan.every_s)
         else:
             self._event({"id": "x", "choices": [], "usage": usage})

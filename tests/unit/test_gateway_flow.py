@@ -41,7 +41,10 @@ def test_a_streamed_completion_goes_over_both_legs() -> None:
         (sent,) = world.engine("d1").calls()
         assert sent.body["max_tokens"] == 5
         assert sent.body["stream"] is True
-        assert sent.body["stream_options"] == {"include_usage": True}
+        assert sent.body["stream_options"] == {
+            "include_usage": True,
+            "continuous_usage_stats": True,
+        }
         await world.settle()
         reservation = got.headers["x-readyplane-reservation"]
         assert world.router.kinds(reservation) == ["prefill_done", "first_token", "finished"]
@@ -558,13 +561,12 @@ def test_a_long_prefill_keeps_its_reservation_alive() -> None:
 
 def test_a_long_stream_tells_its_progress() -> None:
     async def story(world: World) -> None:
-        world.engine("d1").plans.append(Plan(tokens=1000, every_s=0.001))
-        await world.ask(stream=True)
+        world.engine("d1").plans.append(Plan(tokens=1000, every_s=0.01, together=10))
+        got = await world.ask(stream=True)
+        assert len(got.events) == 101
         await world.settle()
         told = [e for e in world.router.reservations["res-1"].events if e.kind == "progress"]
-        assert [e.output_tokens for e in told] == sorted(e.output_tokens for e in told)
-        assert len(told) == 3
-        assert told[0].output_tokens in range(256, 300)
+        assert [e.output_tokens for e in told] == [260, 520, 780]
 
     play(story)
 

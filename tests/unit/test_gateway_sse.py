@@ -19,8 +19,10 @@ DONE = b"data: [DONE]\n\n"
 TRICKY = TOKEN % b'\\"usage\\":{ \\"finish_reason\\":null \\n\\n data: [DONE'
 
 
-def scan(data: bytes, cuts: list[int], *, keep_usage: bool = False) -> tuple[bytes, SseScan]:
-    scanner = SseScan(keep_usage=keep_usage)
+def scan(
+    data: bytes, cuts: list[int], *, keep_last: bool = False, keep_each: bool = False
+) -> tuple[bytes, SseScan]:
+    scanner = SseScan(keep_last=keep_last, keep_each=keep_each)
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
     out = b"".join(scanner.feed(data[a:b]) for a, b in pairwise(edges))
     return out, scanner
@@ -40,7 +42,7 @@ def test_any_cut_gives_the_same(
 ) -> None:
     data = b"".join((b": ping\n\n" if comments else b"") + text for text in texts) + USAGE + DONE
     sent = data.replace(b"\n", b"\r\n") if crlf else data
-    out, scanner = scan(sent, cuts, keep_usage=keep)
+    out, scanner = scan(sent, cuts, keep_last=keep)
     assert out == b"".join(texts) + (USAGE if keep else b"") + DONE
     assert scanner.events == len(texts)
     assert scanner.done
@@ -49,13 +51,41 @@ def test_any_cut_gives_the_same(
     assert (scanner.usage.completion_tokens, scanner.usage.cached_tokens) == (3, 4)
 
 
-def test_usage_beside_a_token_is_read_and_passed_on() -> None:
-    chunk = b'data: {"choices":[{"text":"a"}],"usage":{"completion_tokens":1}}\n\n'
-    out, scanner = scan(chunk, [])
-    assert out == chunk
-    assert scanner.events == 1
-    assert scanner.usage is not None
-    assert scanner.usage.completion_tokens == 1
+DETAILS = b',"prompt_tokens_details":{"cached_tokens":4}'
+
+
+@pytest.mark.parametrize(
+    ("with_usage", "without"),
+    [
+        (
+            b'{"choices":[{"text":"}{","finish_reason":null}],"usage":{"completion_tokens":7}}',
+            b'{"choices":[{"text":"}{","finish_reason":null}]}',
+        ),
+        (
+            b'{"choices":[{"finish_reason":null}],"usage":{"completion_tokens":7%b},"z":1}'
+            % DETAILS,
+            b'{"choices":[{"finish_reason":null}],"z":1}',
+        ),
+        (
+            b'{"choices":[{"finish_reason":"stop"}],"usage":{"completion_tokens":7}}',
+            b'{"choices":[{"finish_reason":"stop"}]}',
+        ),
+        (
+            b'{"usage": {"completion_tokens": 7}, "choices": [{"finish_reason": null}]}',
+            b'{"choices":[{"finish_reason":null}]}',
+        ),
+    ],
+)
+def test_usage_in_each_chunk_is_counted_and_shown_to_those_who_ask(
+    with_usage: bytes, without: bytes
+) -> None:
+    event = b"data: " + with_usage + b"\n\n"
+    out, scanner = scan(event, [])
+    assert out == b"data: " + without + b"\n\n"
+    assert (scanner.events, scanner.tokens) == (1, 7)
+    out, scanner = scan(event + USAGE, [], keep_each=True)
+    assert out == event
+    assert (scanner.events, scanner.tokens) == (1, 3)
 
 
 def test_an_error_is_noticed() -> None:
@@ -79,7 +109,7 @@ def test_what_is_not_json_is_passed_on() -> None:
 
 
 def test_an_event_without_end_is_bounded() -> None:
-    scanner = SseScan(keep_usage=False)
+    scanner = SseScan(keep_last=False)
     assert scanner.feed(b"x" * CARRY_BYTES_MAX) == b""
     with pytest.raises(ValueError, match="an event of over"):
         scanner.feed(b"x")

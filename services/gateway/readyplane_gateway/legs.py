@@ -25,6 +25,8 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 ERROR_BYTES_MAX = 256 * 1024
 CLIENT_FAULTS = frozenset({400, 413, 422})
 BUSY = frozenset({408, 429, 503})
+# So that tokens are counted exactly whatever an engine puts into one chunk.
+COUNTED: Mapping[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
 PREFILL_PARAMS: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -125,7 +127,7 @@ class Bodies:
             body["kv_transfer_params"] = msgspec.Raw(params)
         if self.ask.stream:
             options = body.get("stream_options") or {}
-            body["stream_options"] = {**options, "include_usage": True}
+            body["stream_options"] = {**options, **COUNTED}
         return msgspec.json.encode(body)
 
 

@@ -74,7 +74,8 @@ class Ask:
         body: as the client sent it. token_ids: prompt tokens where they were given, else None.
         text: prompt text where that was given. messages: of a chat.
         max_tokens: None when absent (the model's own rule holds).
-        include_usage: the client wants the usage chunk of a stream.
+        include_usage, usage_in_each: the client wants the usage chunk of a stream, or usage in
+            every chunk.
     """
 
     kind: Kind
@@ -86,6 +87,7 @@ class Ask:
     max_tokens: int | None
     stream: bool
     include_usage: bool
+    usage_in_each: bool
     priority: int
     cache_salt: str
 
@@ -211,6 +213,7 @@ def parse_ask(kind: Kind, raw: bytes) -> Ask:
     if body.get("use_beam_search"):
         raise _not_offered("use_beam_search", True)
     stream = _boolean(body, "stream")
+    options = _stream_options(body, stream=stream)
     return Ask(
         kind=kind,
         model=model,
@@ -220,7 +223,8 @@ def parse_ask(kind: Kind, raw: bytes) -> Ask:
         messages=messages,
         max_tokens=_max_tokens(kind, body),
         stream=stream,
-        include_usage=_include_usage(body, stream=stream),
+        include_usage=_boolean(options, "include_usage", "stream_options."),
+        usage_in_each=_boolean(options, "continuous_usage_stats", "stream_options."),
         priority=_whole(body, "priority", -PRIORITY_MAX, PRIORITY_MAX) or 0,
         cache_salt=_text(body, "cache_salt"),
     )
@@ -321,16 +325,16 @@ def _max_tokens(kind: Kind, body: Mapping[str, Any]) -> int | None:
     return asked
 
 
-def _include_usage(body: Mapping[str, Any], *, stream: bool) -> bool:
+def _stream_options(body: Mapping[str, Any], *, stream: bool) -> Mapping[str, Any]:
     options = body.get("stream_options")
     if options is None:
-        return False
+        return {}
     if not isinstance(options, dict):
         remedy = 'send {"include_usage": true} or leave it out'
         raise InvalidField("stream_options", _short(options), remedy)
     if not stream:
         raise InvalidField("stream_options", _short(options), "send it only with stream=true")
-    return _boolean(options, "include_usage", "stream_options.")
+    return options
 
 
 def _only_one(body: Mapping[str, Any], name: str) -> None:

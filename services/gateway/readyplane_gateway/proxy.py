@@ -361,9 +361,9 @@ class Proxy:
         handover: Handover,
     ) -> Failure | None:
         pump = _Pump(self._clock, self._bounds, call, booking, leg)
-        scan = SseScan(keep_usage=ask.include_usage)
+        scan = SseScan(keep_last=ask.include_usage, keep_each=ask.usage_in_each)
         first = await pump.first(scan)
-        pump.first_token()
+        pump.first_token(scan.tokens)
         await sink.start(200, [*STREAM_HEADERS, *self._pair_headers(booking, handover)])
         call.begun = True
         call.stage = "stream"
@@ -392,9 +392,7 @@ class Proxy:
         pump: _Pump,
         handover: Handover,
     ) -> None:
-        usage = scan.usage
-        told = usage.completion_tokens if usage else None
-        tokens = scan.events if told is None else told
+        tokens = scan.tokens
         tpot_s = pump.tpot_s(tokens)
         slo = call.slo or self._bounds.slo
         attained = pump.ttft_s <= slo.ttft_s and (tpot_s is None or tpot_s <= slo.tpot_s)
@@ -434,7 +432,7 @@ class _Pump:
         self._booking = booking
         self._leg = leg
         self._first_s = self._last_s = 0.0
-        self._told_events = 0
+        self._told_tokens = 0
         self.ttft_s = 0.0
 
     async def first(self, scan: SseScan) -> bytes:
@@ -447,8 +445,9 @@ class _Pump:
             if data and (scan.events or scan.done):
                 return data
 
-    def first_token(self) -> None:
-        """Note the time of the first token and tell it."""
+    def first_token(self, tokens: int) -> None:
+        """Note the time of the first token and tell it; `tokens` came with it."""
+        self._booking.output_tokens = tokens
         now_s = self._clock.monotonic_s()
         self._first_s = self._last_s = now_s
         self.ttft_s = now_s - self._call.arrived_s
@@ -462,10 +461,11 @@ class _Pump:
             if not data:
                 continue
             if scan.events > events:
-                events = self._booking.output_tokens = scan.events
+                events = scan.events
+                tokens = self._booking.output_tokens = scan.tokens
                 self._last_s = self._clock.monotonic_s()
-                if events - self._told_events >= self._bounds.progress_tokens:
-                    self._told_events = events
+                if tokens - self._told_tokens >= self._bounds.progress_tokens:
+                    self._told_tokens = tokens
                     self._booking.progress()
             await sink.send(data)
         with contextlib.suppress(LegFailed):  # all has come; what ends it lets the connection live
