@@ -5,6 +5,7 @@ Owns the wiring of stores, use-cases and ports; everything it wires is tested wi
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ from readyplane_registry.redis import RedisLive
 from readyplane_registry.service import RegistryService
 
 WATCH_EVERY_S = 5.0
+log = logging.getLogger(__name__)
 
 
 class Settings(ServiceSettings):
@@ -80,6 +82,8 @@ async def main(settings: Settings) -> None:
         await check_eviction(client)
         server = ServiceServer("registry", settings)
         tally, clock = PrometheusTally(metrics), SystemClock()
+        if settings.host in {"0.0.0.0", "::"} and not settings.advertise_url:
+            log.warning("workers elsewhere cannot reach the byte store: give --advertise-url")
         policy = RegistryPolicy(
             source_ttl_s=settings.source_ttl_s,
             transfer_ttl_s=settings.transfer_ttl_s,
