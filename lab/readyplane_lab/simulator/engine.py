@@ -128,7 +128,9 @@ class SimEngine:
             await future
 
     def load(self) -> LoadReport:
-        """What the engine says about itself."""
+        """What the engine says about itself, now: time that passed quietly counts as well."""
+        if not self.dead:
+            self._pump()
         stats = self.model.stats()
         return LoadReport(
             running=stats.running + stats.loading,

@@ -86,7 +86,7 @@ class SimGateway:
             request_id=f"r{request.index}",
             model=self._model,
             isl=request.isl,
-            token_ids=tokens,
+            block_hashes=sequence_hashes(tokens, BLOCK_SIZE),
             max_tokens=max(MAX_TOKENS_BOUND, request.osl),
             priority=request.priority,
             tenant=request.tenant,
@@ -137,7 +137,7 @@ class SimGateway:
         failed: _Failed,
         repaired: bool,
     ) -> Record:
-        hashes = sequence_hashes(shape.token_ids, BLOCK_SIZE)
+        hashes = shape.block_hashes
         failed.worker_id = pair.prefill.worker_id
         if pair.local:
             mode = RequestMode.LOCAL
