@@ -478,7 +478,11 @@ async def test_a_cluster_of_another_user_is_refused(tmp_path: Path, made: Path) 
 def test_it_runs_for_an_ordinary_user_too() -> None:
     """Python may lie in root's home, so the change of user comes after the imports."""
     home = Path(tempfile.mkdtemp(prefix="ordinary-"))
-    change = "import asyncpg, encodings.ascii, encodings.idna, os; os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+    change = (
+        "import asyncpg, encodings.ascii, encodings.idna, importlib.metadata, os\n"
+        "importlib.metadata.metadata('redis')\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+    )
     code = SUPERVISOR.replace("asyncio.run", f"{change}\nasyncio.run", 1)
     code = code.replace("await asyncio.sleep(60)", "await stores.stop()")
     try:
