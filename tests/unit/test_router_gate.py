@@ -38,6 +38,11 @@ def reasons(checks: list[CheckResult], want: Expectations | None = None, **serve
     return "; ".join(verdict.reasons) if isinstance(verdict, Refuse) else ""
 
 
+def good_but(name: str, fields: dict[str, Any] | None) -> list[CheckResult]:
+    changed: dict[str, Any] = {name: fields}
+    return evidence(5, 6, **changed)
+
+
 def test_good_evidence_is_admitted() -> None:
     verdict = judge(serving(), evidence(5, 6), expectations())
     assert isinstance(verdict, Admit)
@@ -111,19 +116,19 @@ def test_good_evidence_is_admitted() -> None:
 def test_a_claim_does_not_pass_against_its_value(
     check: str, fields: dict[str, Any], words: str
 ) -> None:
-    found = reasons(evidence(5, 6, **{check: fields}))
+    found = reasons(good_but(check, fields))
     assert f"{check}: " in found
     assert words in found
 
 
 @pytest.mark.parametrize("name", list(gc.GATE_CHECKS))
 def test_a_check_that_was_not_made_refuses(name: str) -> None:
-    assert f"{name}: this check was not made" in reasons(evidence(5, 6, **{name: None}))
+    assert f"{name}: this check was not made" in reasons(good_but(name, None))
 
 
 @pytest.mark.parametrize("name", [n for n, f in gc.GATE_CHECKS.items() if f])
 def test_evidence_without_its_fields_refuses(name: str) -> None:
-    assert f"{name}: evidence lacks" in reasons(evidence(5, 6, **{name: {}}))
+    assert f"{name}: evidence lacks" in reasons(good_but(name, {}))
 
 
 def test_every_reason_is_listed() -> None:
