@@ -251,6 +251,9 @@ class TwinRegistry:
             raise NotFound("manifest", digest)
         return self.manifests[digest]
 
+    async def dated_manifest(self, digest: str) -> tuple[Manifest, float]:
+        return await self.get_manifest(digest), 0.0
+
     async def resolve(
         self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
     ) -> Manifest:

@@ -44,7 +44,7 @@ log = logging.getLogger("agent")
 START_NEWS_S = 1.0
 DRAIN_NEWS_S = 0.5
 ENGINE_WATCH_S = 1.0
-LEAVE_LIMIT_S = 5.0
+LEAVE_LIMIT_S = 3.0
 ENGINE_GRACE_S = 5.0
 TRANSFER_GRACE_S = 5.0
 
@@ -212,7 +212,11 @@ class Life:
             self._drained = True
             log.info("drained: the engine holds nothing for anybody")
             self.session.poke()
-        if self.drain_until_s is not None and now_s > self.drain_until_s:
+        contact_s, lease = self.session.contact_s, self._lease()
+        if self._drained and contact_s is not None and now_s - contact_s > lease.ttl_s:
+            # Nobody can send work to a worker whose lease has run out; nothing is left to wait for.
+            self.end(Event.LEAVE_ASKED, "drained, and the router has been away for a whole lease")
+        elif self.drain_until_s is not None and now_s > self.drain_until_s:
             self.end(Event.LEAVE_ASKED, "the drain's deadline has passed")
 
     async def _close(self, end: End) -> ExitCode:
@@ -242,16 +246,15 @@ class Life:
         if self.started.arena is not None:
             self.started.arena.close()
         shutil.rmtree(self.settings.work_dir, ignore_errors=True)
-        code = self._exit_code(end)
+        code = self._exit_code()
         self._tell(Event.RELEASED)
         return code
 
-    def _exit_code(self, end: End) -> ExitCode:
+    def _exit_code(self) -> ExitCode:
         if self.state is State.FENCED:
             return ExitCode.FENCED
         if self.state is State.FAILED:
-            served = self.ready_s is not None or end.event is Event.ENGINE_DIED
-            return ExitCode.ENGINE_DIED if served else ExitCode.START_FAILED
+            return ExitCode.START_FAILED if self.ready_s is None else ExitCode.ENGINE_DIED
         return ExitCode.LEFT
 
     # ----------------------------------------------------------------------- what ends a life

@@ -43,6 +43,9 @@ ROUND_WAIT_S = 0.25
 ROUND_WAIT_MAX_S = 5.0
 LOCAL_TIERS = (WeightTier.L2_NVME, WeightTier.L3_RACK)
 PREFAULT_BYTES = 32 * 2**20
+GIVE_BACK_LIMIT_S = 5.0
+# A shorter run of chunks says more about scheduling than about the way they came.
+BANDWIDTH_CHUNKS = 6
 
 
 class StagingBudget:
@@ -78,15 +81,37 @@ class StagingBudget:
 
 @dataclass(slots=True)
 class SourceUse:
-    """What one source did in one load."""
+    """What one source did in one load.
+
+    Attributes:
+        times: (seconds, bytes) of each verified chunk, in the order they were done.
+    """
 
     source_id: str
     tier: WeightTier
-    bandwidth_bytes_per_s: float = 0.0
     chunks: int = 0
     bytes_read: int = 0
     elapsed_s: float = 0.0
     fault: Fault | None = None
+    times: list[tuple[float, int]] = field(default_factory=list)
+
+    def done(self, size: int, now_s: float) -> None:
+        """One more chunk was verified."""
+        self.chunks += 1
+        self.bytes_read += size
+        self.times.append((now_s, size))
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """What the way from this source has shown to be able to: its fastest run of chunks."""
+        times = sorted(self.times)
+        best = 0.0
+        for start in range(len(times) - BANDWIDTH_CHUNKS):
+            run = times[start : start + BANDWIDTH_CHUNKS + 1]
+            took_s = run[-1][0] - run[0][0]
+            if took_s > 0:
+                best = max(best, sum(size for _, size in run[1:]) / took_s)
+        return best
 
     def text(self, now_s: float | None = None, start_s: float = 0.0) -> str:
         """One line for the segment's detail: bytes, rate, bound and efficiency (R7.1)."""
@@ -94,9 +119,13 @@ class SourceUse:
         rate = self.bytes_read / took_s if took_s > 0 else 0.0
         parts = [f"{self.tier} {self.source_id}: {self.bytes_read / 1e6:.1f} MB"]
         parts.append(f"{self.chunks} chunks, {rate / 1e9:.2f} GB/s")
-        if self.bandwidth_bytes_per_s > 0 and took_s > 0:
-            bound_s = self.bytes_read / self.bandwidth_bytes_per_s
-            parts.append(f"bound {bound_s:.3f} s, efficiency {bound_s / took_s:.2f}")
+        fastest = max(self.bandwidth_bytes_per_s, rate) if now_s is None else 0.0
+        if fastest > 0:
+            bound_s = self.bytes_read / fastest
+            parts.append(
+                f"bound {bound_s:.3f} s at the fastest measured {fastest / 1e9:.2f} GB/s, "
+                f"efficiency {bound_s / took_s:.2f}"
+            )
         if self.fault is not None:
             parts.append(str(self.fault))
         return ", ".join(parts)
@@ -170,6 +199,7 @@ class Loader:
         self._connections, self._limit_s, self._token = connections, limit_s, token
         self._stop = threading.Event()
         self._lying: set[str] = set()
+        self._giving_back: list[asyncio.Task[None]] = []
         self.budget = StagingBudget(staging_bytes)
         self.fetched = Fetched()
 
@@ -184,6 +214,13 @@ class Loader:
             Unavailable: no source could give every chunk; what each of them did is in the text.
             IdentityMismatch: every source that answered gave other bytes than the manifest says.
         """
+        try:
+            return await self._run(plan)
+        finally:
+            if self._giving_back:
+                await asyncio.wait(set(self._giving_back), timeout=GIVE_BACK_LIMIT_S)
+
+    async def _run(self, plan: Sequence[RankedSource]) -> Fetched:
         start_s = self._clock.monotonic_s()
         sources = self._ordered(plan)
         for attempt in range(ROUNDS_MAX):
@@ -253,35 +290,48 @@ class Loader:
         return [s for s in sources if s.source_id not in self._lying]
 
     async def _use(self, source: Source) -> None:
-        use = SourceUse(source.source_id, source.tier, source.bandwidth_bytes_per_s)
+        use = SourceUse(source.source_id, source.tier)
         self.fetched.uses.append(use)
-        leased = source.tier is not WeightTier.L2_NVME
-        transfer_id = ""
-        if leased:
-            try:
-                transfer_id, ttl_s = await self._acquire(source)
-            except NoPair as error:
-                use.fault = Fault("busy", str(error))
-                return
-            except (NotFound, Unavailable) as error:
-                use.fault = Fault("dead", str(error))
-                return
-        else:
-            ttl_s = 0.0
         local = source.tier in LOCAL_TIERS
         name = SegmentName.WEIGHT_READ if local else SegmentName.WEIGHT_TRANSFER
-        gone = threading.Event()
         start_s = self._clock.monotonic_s()
         with self._trace.span(name) as span:
             span.detail = lambda: use.text(self._clock.monotonic_s(), start_s)
-            renewing = asyncio.create_task(self._keep(source, transfer_id, ttl_s, gone))
             try:
-                await self._read(source, use, gone)
+                await self._leased(source, use)
             finally:
-                renewing.cancel()
                 use.elapsed_s = self._clock.monotonic_s() - start_s
                 span.detail = use.text()
-        await self._account(source, use, transfer_id)
+        fault = use.fault
+        if fault is not None:
+            log.warning("source %s failed: %s", source.source_id, fault)
+            if fault.kind == "corrupt":
+                self._lying.add(source.source_id)
+
+    async def _leased(self, source: Source, use: SourceUse) -> None:
+        """Read under a reader's place; the node's own cache needs none."""
+        gone = threading.Event()
+        if source.tier is WeightTier.L2_NVME:
+            await self._read(source, use, gone)
+            return
+        try:
+            transfer_id, ttl_s = await self._acquire(source)
+        except NoPair as error:
+            use.fault = Fault("busy", str(error))
+            return
+        except (NotFound, Unavailable) as error:
+            use.fault = Fault("dead", str(error))
+            return
+        renewing = asyncio.create_task(self._keep(source, ttl_s, gone))
+        start_s = self._clock.monotonic_s()
+        try:
+            await self._read(source, use, gone)
+        finally:
+            renewing.cancel()
+        took_s = self._clock.monotonic_s() - start_s
+        self._giving_back.append(
+            asyncio.create_task(self._give_back(source, use, transfer_id, took_s))
+        )
 
     async def _acquire(self, source: Source) -> tuple[str, float]:
         me = self._reader
@@ -294,12 +344,8 @@ class Loader:
         )
         return got.transfer_id, got.ttl_s
 
-    async def _keep(
-        self, source: Source, transfer_id: str, ttl_s: float, gone: threading.Event
-    ) -> None:
+    async def _keep(self, source: Source, ttl_s: float, gone: threading.Event) -> None:
         """Renew the reader's place; a source that no longer grants it is left (B148)."""
-        if not transfer_id or ttl_s <= 0:
-            return
         while True:
             await self._clock.sleep(ttl_s / 3)
             try:
@@ -310,20 +356,15 @@ class Loader:
             except ReadyplaneError as error:
                 log.warning("transfer from %s not renewed: %s", source.source_id, error)
 
-    async def _account(self, source: Source, use: SourceUse, transfer_id: str) -> None:
-        fault = use.fault
-        if fault is not None:
-            log.warning("source %s failed: %s", source.source_id, fault)
-            if fault.kind == "corrupt":
-                self._lying.add(source.source_id)
-        if not transfer_id:
-            return
+    async def _give_back(
+        self, source: Source, use: SourceUse, transfer_id: str, took_s: float
+    ) -> None:
         try:
             await self._registry.release_transfer(
                 transfer_id,
                 transferred_bytes=use.bytes_read,
-                elapsed_s=use.elapsed_s,
-                failure=_told(fault),
+                elapsed_s=took_s,
+                failure=_told(use.fault),
             )
         except ReadyplaneError as error:
             log.warning("transfer from %s not given back: %s", source.source_id, error)
@@ -386,8 +427,7 @@ class Loader:
             finally:
                 self.budget.give(size)
             if fault is None:
-                use.chunks += 1
-                use.bytes_read += size
+                use.done(size, self._clock.monotonic_s())
             else:
                 if use.fault is None and not gone.is_set():
                     use.fault = fault

@@ -139,7 +139,8 @@ class Session:
             self._kv.replay()
             self.failures += 1
             wait_s = min(self._backoff_s(self.failures - 1), lease.ttl_s / 3)
-            log.warning("renewal failed (%s); serving on, asking again in %.1f s", error, wait_s)
+            why = str(error) or "no answer in time"
+            log.warning("renewal failed (%s); serving on, asking again in %.1f s", why, wait_s)
             return wait_s
         self.failures = 0
         self.contact_s = self._clock.monotonic_s()

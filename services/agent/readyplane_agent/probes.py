@@ -318,18 +318,20 @@ async def kv_connector(
     An unreachable peer is its own affair and only noted; one that is reached and refuses, or
     answers otherwise, speaks against this worker.
     """
-    notes: list[str] = []
-    own, note = await _handover(engine, engine, question, expected)
-    notes.append(f"self: {note}")
-    outbound = inbound = own is True
+    alone = asyncio.create_task(_handover(engine, engine, question, expected))
+    outward = homeward = True
+    told: list[str] = []
     for worker_id, peer in peers:
-        out, note_out = await _handover(engine, peer, question, expected)
-        back, note_back = await _handover(peer, engine, question, expected)
-        notes.append(f"to {worker_id}: {note_out}; from {worker_id}: {note_back}")
-        if out is None or back is None:
-            continue
-        outbound, inbound = outbound and out, inbound and back
-        break
+        (out, note_out), (back, note_back) = await asyncio.gather(
+            _handover(engine, peer, question, expected), _handover(peer, engine, question, expected)
+        )
+        told.append(f"to {worker_id}: {note_out}; from {worker_id}: {note_back}")
+        if out is not None and back is not None:
+            outward, homeward = out, back
+            break
+    own, note = await alone
+    outbound, inbound = own is True and outward, own is True and homeward
+    notes = [f"self: {note}", *told]
     detail = "; ".join(notes)
     return CheckResult(
         gc.KV_CONNECTOR,

@@ -69,9 +69,11 @@ class StartTrace:
         self.ordered_at_s = ordered_at_s
         self.begin_s = process_start_s
         self.failure = ""
-        if ordered_at_s is not None and ordered_at_s <= process_start_s:
+        if ordered_at_s is not None:
+            # A process cannot be older than its order; the kernel counts its start in ticks.
+            self.process_start_s = max(process_start_s, ordered_at_s)
             self.begin_s = ordered_at_s
-            self.add(SegmentName.SCHEDULE, ordered_at_s, process_start_s)
+            self.add(SegmentName.SCHEDULE, ordered_at_s, self.process_start_s)
 
     def add(self, name: SegmentName, start_s: float, end_s: float | None, detail: str = "") -> Span:
         """A segment measured elsewhere."""
@@ -94,7 +96,12 @@ class StartTrace:
     def segments(self) -> tuple[Segment, ...]:
         """Everything known now, by start time."""
         found = [span.segment() for span in list(self._spans)]
-        return tuple(sorted((*found, *self._engine()), key=lambda s: (s.start_s, str(s.name))))
+        everything = (*found, *self._engine())
+        return tuple(
+            sorted(
+                everything, key=lambda s: (s.start_s, float("inf") if s.end_s is None else s.end_s)
+            )
+        )
 
     def open_segment(self) -> str:
         """Name of the running segment that began last, empty when none runs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,14 +48,19 @@ class EngineProcess:
     async def start(
         self, command: Sequence[str], *, log_path: Path, environment: Mapping[str, str]
     ) -> None:
-        """Start it. Raises Unavailable when the interpreter cannot be run."""
+        """Start it. Raises Unavailable when the program is not there or cannot be run."""
+        found = shutil.which(command[0])
+        if found is None:
+            raise Unavailable(
+                f"the engine's program {command[0]!r} is not on PATH", "install it, or extend PATH"
+            )
         self._log = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with log_path.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())),
-                    *command,
+                    *(found, *command[1:]),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

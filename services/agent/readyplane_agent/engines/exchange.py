@@ -88,7 +88,10 @@ def _request(path: str, host: str, body: Mapping[str, Any] | None, token: str) -
 
 async def _answer(reader: asyncio.StreamReader, where: str) -> Answered:
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    status = int(head[0].split(" ")[1])
+    words = head[0].split(" ")
+    if len(words) < 2:
+        raise Unavailable(f"{where}: answered {head[0][:40]!r}, no HTTP", "check the address")
+    status = int(words[1])
     headers = {}
     for line in head[1:]:
         name, _, value = line.partition(":")
