@@ -207,7 +207,7 @@ def test_a_prefill_leg_holds_its_blocks_until_they_are_read() -> None:
     model.submit(EngineRequest("a", 100, 50, mode=RequestMode.REMOTE_DECODE), 0.0)
     (done,) = of(model.advance(1.0), Finished)
     assert (done.reason, done.output_tokens, done.held) == ("length", 1, True)
-    assert model.is_held("a") and not model.is_idle()
+    assert model.stats().held == 1 and not model.is_idle()
     assert model.stats().kv_used_blocks == 7
     assert model.kv_pulled("a", 2.0)
     assert model.is_idle() and model.stats().kv_used_blocks == 0
@@ -253,6 +253,18 @@ def test_a_decode_leg_asks_for_its_kv_and_decodes_from_there() -> None:
     model.submit(replace(request, request_id="b", mode=RequestMode.REMOTE_PREFILL), done.at_s)
     (wanted,) = of(model.advance(done.at_s), KvWanted)
     assert (wanted.tokens, wanted.cached_tokens) == (4, 96)
+
+
+@pytest.mark.parametrize("coalesce_s", [None, 0.0, 5.0])
+def test_the_first_token_of_a_decode_leg_is_told_at_once(coalesce_s: float | None) -> None:
+    model = engine(coalesce_s=coalesce_s)
+    model.submit(EngineRequest("other", 10, 500), 0.0)
+    model.submit(EngineRequest("a", 100, 400, mode=RequestMode.REMOTE_PREFILL), 0.0)
+    model.advance(1.0)
+    model.kv_arrived("a", 1.0)
+    first = next(e for e in of(drain(model), TokensEmitted) if e.request_id == "a")
+    assert first.count == 1
+    assert 1.0 < first.at_s <= 1.0 + 2 * LINEAR.iteration_s(2, 700)
 
 
 def test_a_failed_load_is_an_error_and_frees_its_blocks() -> None:
@@ -455,7 +467,7 @@ def live(steps: Steps, *, coalesce_s: float | None, pace_s: float | None, kv_blo
     assert model.is_idle()
     assert model.pool.used == 0, "blocks leaked"
     assert model.pool.private == 0
-    assert sum(model._phase) == 0 and model._kv_tokens == 0 and model._waiting_prefill == 0
+    assert model._batch.is_clean() and model.stats().waiting_prefill_tokens == 0
     life.stats = model.stats()
     return life
 

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
-from math import sqrt
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.profile import ClassProfile
+from readyplane_agent.engines.modelled.core_batch import DecodeBatch, Sequence, Span, State
 from readyplane_agent.engines.modelled.core_blocks import BlockPool
 from readyplane_agent.engines.modelled.core_events import (
     EngineEvent,
@@ -45,90 +44,6 @@ from readyplane_agent.engines.modelled.core_events import (
 
 HOLD_S = 30.0
 _NEVER = float("inf")
-
-
-class _Sequence:
-    """A request on its way. `blocks` are cached blocks in use; the rest of its blocks is private.
-
-    `remote` while a D leg still hopes for its KV; once it came, a preempted one is computed here.
-    """
-
-    __slots__ = (
-        "blocks",
-        "cached",
-        "computed",
-        "emitted",
-        "expires_s",
-        "finish_at",
-        "hashes",
-        "join_at",
-        "kv",
-        "private",
-        "published",
-        "remote",
-        "request",
-        "shown",
-        "started_s",
-        "state",
-        "submitted_s",
-        "token_s",
-        "total",
-    )
-
-    def __init__(self, request: EngineRequest, now_s: float) -> None:
-        self.request = request
-        self.state = "waiting"  # waiting prefilling loading arrived decoding held
-        self.hashes = request.block_hashes + request.output_hashes
-        self.blocks: list[int] = []
-        self.private = 0
-        self.published = 0
-        self.remote = request.mode is RequestMode.REMOTE_PREFILL
-        self.computed = 0
-        self.cached = 0
-        self.total = request.prompt_tokens
-        self.emitted = 0
-        self.shown = 0
-        self.kv = 0
-        self.join_at = 0
-        self.finish_at = 0
-        self.submitted_s = now_s
-        self.started_s: float | None = None
-        self.token_s = 0.0
-        self.expires_s = 0.0
-
-
-@dataclass(slots=True)
-class _Span:
-    """Iterations with one composition: the k-th ends at `end(k)`; `most` may run, `done` did."""
-
-    start_s: float
-    alpha: float
-    beta: float
-    most: int
-    chunk: int = 0
-    done: int = 0
-    target: int = 0  # the iteration whose end is the next boundary, 0: not worked out yet
-    target_s: float = 0.0
-
-    def end(self, k: int) -> float:
-        return self.start_s + k * self.alpha + self.beta * (k * (k - 1) / 2)
-
-    def reached(self, now_s: float, most: int) -> int:
-        """The most iterations (up to `most`) that have ended at `now_s`."""
-        if now_s >= self.end(most):
-            return most
-        half = self.alpha - self.beta / 2
-        left = max(0.0, now_s - self.start_s)
-        if self.beta > 0:
-            k = int((sqrt(half * half + 2 * self.beta * left) - half) / self.beta)
-        else:
-            k = int(left / self.alpha)
-        k = min(k, most)
-        while k < most and self.end(k + 1) <= now_s:
-            k += 1
-        while k > 0 and self.end(k) > now_s:
-            k -= 1
-        return k
 
 
 class EngineModel:
@@ -179,21 +94,17 @@ class EngineModel:
         a, b, c = profile.decode_coefficients_s()
         self._base, self._per_seq, self._per_token = (v * iteration_factor for v in (a, b, c))
         self.pool = BlockPool(kv_blocks)
-        self._all: dict[str, _Sequence] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._arrived: deque[_Sequence] = deque()
-        self._decoding: dict[_Sequence, None] = {}
-        self._silent: dict[_Sequence, None] = {}  # decoding, and nobody has seen a token yet
-        self._prefilling: _Sequence | None = None
+        self._all: dict[str, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._arrived: deque[Sequence] = deque()
+        self._batch = DecodeBatch(block_size)
+        self._silent: dict[Sequence, None] = {}  # decoding, and nobody has seen a token yet
+        self._prefilling: Sequence | None = None
         self._loading = 0
-        self._finishes: list[tuple[int, int, _Sequence]] = []
-        self._expiries: list[tuple[float, int, _Sequence]] = []
+        self._expiries: list[tuple[float, int, Sequence]] = []
         self._ties = 0
         self._held = 0
-        self._iteration = 0
-        self._kv_tokens = 0
-        self._phase = [0] * block_size
-        self._span: _Span | None = None
+        self._span: Span | None = None
         self._t = 0.0
         self._flushed_s = 0.0
         self._no_admission_at = -1
@@ -214,7 +125,7 @@ class EngineModel:
         """
         self._check(request)
         self._interrupt(now_s)
-        sequence = _Sequence(request, now_s)
+        sequence = Sequence(request, now_s)
         self._all[request.request_id] = sequence
         self._waiting.append(sequence)
         self._prompt_total += request.prompt_tokens
@@ -229,7 +140,7 @@ class EngineModel:
         self._interrupt(now_s)
         if self._all.get(request_id) is not sequence:
             return True  # it ended by itself just before
-        if sequence.state == "held":
+        if sequence.state is State.HELD:
             self._end_hold(sequence)
             return True
         self._remove(sequence)
@@ -241,11 +152,11 @@ class EngineModel:
     def kv_arrived(self, request_id: str, now_s: float) -> bool:
         """The KV that `KvWanted` asked for is there; False when nobody waits for it any more."""
         sequence = self._all.get(request_id)
-        if sequence is None or sequence.state != "loading":
+        if sequence is None or sequence.state is not State.LOADING:
             return False
         self._interrupt(now_s)
         self._loading -= 1
-        sequence.state, sequence.remote = "arrived", False
+        sequence.state, sequence.remote = State.ARRIVED, False
         self._publish(sequence, (sequence.request.prompt_tokens - 1) // self.block_size, now_s)
         self._arrived.append(sequence)
         return True
@@ -253,7 +164,7 @@ class EngineModel:
     def kv_failed(self, request_id: str, now_s: float) -> bool:
         """The KV cannot be had: the request finishes with `error`."""
         sequence = self._all.get(request_id)
-        if sequence is None or sequence.state != "loading":
+        if sequence is None or sequence.state is not State.LOADING:
             return False
         self._interrupt(now_s)
         self._remove(sequence)
@@ -264,26 +175,21 @@ class EngineModel:
     def kv_pulled(self, request_id: str, now_s: float) -> bool:
         """A reader has taken a held KV; False when it is not held (any more)."""
         sequence = self._all.get(request_id)
-        if sequence is None or sequence.state != "held":
+        if sequence is None or sequence.state is not State.HELD:
             return False
         self._interrupt(now_s)
-        if sequence.state != "held" or self._all.get(request_id) is not sequence:
-            return False
+        if self._all.get(request_id) is not sequence:
+            return False  # it expired just before
         self._end_hold(sequence)
         return True
 
     def kv_extend(self, request_id: str, now_s: float) -> bool:
         """A reader says that it will come: the hold lasts `hold_s` from now."""
         sequence = self._all.get(request_id)
-        if sequence is None or sequence.state != "held" or sequence.expires_s <= now_s:
+        if sequence is None or sequence.state is not State.HELD or sequence.expires_s <= now_s:
             return False
         self._hold(sequence, now_s)
         return True
-
-    def is_held(self, request_id: str) -> bool:
-        """Whether its KV waits for a reader."""
-        sequence = self._all.get(request_id)
-        return sequence is not None and sequence.state == "held"
 
     def reset_prefix_cache(self, now_s: float) -> bool:
         """Forget idle blocks; True (and `KvCleared`) when no block is cached any more."""
@@ -332,7 +238,7 @@ class EngineModel:
             finished_total=self._finished_total,
             aborted_total=self._aborted_total,
             preemptions_total=self._preemptions_total,
-            iterations_total=self._iteration,
+            iterations_total=self._batch.iteration,
             kv_expired_total=self._expired_total,
         )
 
@@ -373,7 +279,7 @@ class EngineModel:
         """End of the iteration at which something must be decided or told."""
         span = self._span
         if span is None:
-            if not (self._decoding or self._waiting or self._arrived or self._prefilling):
+            if not (self._batch.members or self._waiting or self._arrived or self._prefilling):
                 return _NEVER
             span = self._span = self._plan()
             if span is None:
@@ -382,7 +288,7 @@ class EngineModel:
             span.target = span.most
             if self._silent:
                 span.target = span.done + 1  # a first token is told when it is there
-            elif self.coalesce_s is not None and self._decoding:
+            elif self.coalesce_s is not None and self._batch.members:
                 due = span.reached(self._flushed_s + self.coalesce_s, span.most)
                 span.target = max(due, span.done + 1)
             span.target_s = span.end(span.target)
@@ -391,21 +297,20 @@ class EngineModel:
     def _progress(self, now_s: float) -> None:
         """Count the iterations that have ended, where none of them needs a decision."""
         span = self._span
-        if span is not None and self._decoding and span.most > span.done + 1:
+        if span is not None and self._batch.members and span.most > span.done + 1:
             k = span.reached(now_s, span.most)
             if span.done < k < span.most:
                 self._complete(span, k, span.end(k))
 
-    def _complete(self, span: _Span, k: int, now_s: float) -> None:
+    def _complete(self, span: Span, k: int, now_s: float) -> None:
         """Account for iterations `done + 1 … k`: tokens, KV tokens, blocks."""
         count = k - span.done
-        sequences = len(self._decoding)
+        sequences = len(self._batch.members)
         if sequences:
-            self.pool.take(self._blocks_for(count))
+            self.pool.take(self._batch.blocks_for(count))
             self._told_evictions(now_s)
-            self._kv_tokens += sequences * count
             self._generated_total += sequences * count
-        self._iteration += count
+        self._batch.step(count)
         span.done = k
 
     def _at_boundary(self, now_s: float) -> None:
@@ -414,7 +319,7 @@ class EngineModel:
         self._complete(span, span.target, now_s)
         span.target = 0
         for sequence in self._silent:
-            self._show(sequence, self._emitted(sequence), now_s)
+            self._show(sequence, self._batch.emitted(sequence), now_s)
         self._silent.clear()
         if span.done >= span.most:
             self._span = None
@@ -423,11 +328,11 @@ class EngineModel:
                 self._chunk_done(self._prefilling, span.chunk, now_s)
             self._finish_due(now_s)
         if self.coalesce_s is not None and now_s >= self._flush_due(span):
-            for sequence in self._decoding:
-                self._show(sequence, self._emitted(sequence), now_s)
+            for sequence in self._batch.members:
+                self._show(sequence, self._batch.emitted(sequence), now_s)
             self._flushed_s = now_s
 
-    def _flush_due(self, span: _Span) -> float:
+    def _flush_due(self, span: Span) -> float:
         """From when on tokens are told: at the last boundary before the group grows too long."""
         assert self.coalesce_s is not None
         step = span.alpha + span.beta * span.done
@@ -435,7 +340,7 @@ class EngineModel:
 
     # ------------------------------------------------------------------ inside: planning
 
-    def _plan(self) -> _Span | None:
+    def _plan(self) -> Span | None:
         """Decide the iteration that starts at `_t`: who joins, who yields, who is admitted."""
         while self._arrived and self._running() < self.max_num_seqs:
             sequence = self._arrived.popleft()
@@ -443,9 +348,9 @@ class EngineModel:
         self._make_room()
         # Who was just preempted must not come back at once; but where nobody decodes any more, no
         # later iteration would ask again.
-        if self._no_admission_at != self._iteration or not self._decoding:
+        if self._no_admission_at != self._batch.iteration or not self._batch.members:
             self._admit()
-        decoding = len(self._decoding)
+        decoding = len(self._batch.members)
         chunk = 0
         alpha = beta = 0.0
         most = 1
@@ -454,69 +359,34 @@ class EngineModel:
             chunk = min(prefilling.total - prefilling.computed, self.max_batch_tokens - decoding)
             alpha = self.profile.prefill_s(chunk, prefilling.computed) * self._factor
         if decoding:
-            alpha += self._base + self._per_seq * decoding + self._per_token * self._kv_tokens
+            alpha += self._base + self._per_seq * decoding + self._per_token * self._batch.kv_tokens
             beta = self._per_token * decoding
             if not chunk:
-                most = self._jump()
-        return _Span(self._t, alpha, beta, most, chunk) if decoding or chunk else None
-
-    def _jump(self) -> int:
-        """Iterations until a sequence ends or the pool has no block left."""
-        while True:
-            finish_at, _, sequence = self._finishes[0]
-            if sequence.state == "decoding" and sequence.finish_at == finish_at:
-                break
-            heapq.heappop(self._finishes)
-        most = max(1, finish_at - self._iteration)
-        available = self.pool.available
-        if self._blocks_for(most) <= available:
-            return most
-        size = self.block_size
-        cycles = available // len(self._decoding)
-        low, high = max(1, (cycles - 1) * size), min(most, (cycles + 1) * size)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._blocks_for(middle) <= available:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def _blocks_for(self, count: int) -> int:
-        """Blocks that the decoding sequences need for the next `count` iterations."""
-        size = self.block_size
-        cycles, rest = divmod(count, size)
-        need = cycles * len(self._decoding)
-        if rest:
-            start = self._iteration % size
-            phase = self._phase
-            need += sum(phase[start : start + rest])
-            if start + rest > size:
-                need += sum(phase[: start + rest - size])
-        return need
+                most = self._batch.jump(self.pool.available)
+        return Span(self._t, alpha, beta, most, chunk) if decoding or chunk else None
 
     def _make_room(self) -> None:
         """Preempt the youngest until the next iteration's blocks fit."""
-        while self._decoding and self._blocks_for(1) > self.pool.available:
-            sequence = self._prefilling or next(reversed(self._decoding))
+        while self._batch.members and self._batch.blocks_for(1) > self.pool.available:
+            sequence = self._prefilling or next(reversed(self._batch.members))
             self._preempt(sequence)
 
-    def _preempt(self, sequence: _Sequence) -> None:
-        self._show(sequence, self._emitted(sequence), self._t)
+    def _preempt(self, sequence: Sequence) -> None:
+        self._show(sequence, self._batch.emitted(sequence), self._t)
         self._remove(sequence)
         self._release(sequence)
-        sequence.state = "waiting"
+        sequence.state = State.WAITING
         sequence.total = sequence.request.prompt_tokens + sequence.emitted
         sequence.computed = sequence.published = 0
         self._waiting.appendleft(sequence)
         self._waiting_prefill += sequence.total
         self._preemptions_total += 1
-        self._no_admission_at = self._iteration
+        self._no_admission_at = self._batch.iteration
         self._events.append(Preempted(sequence.request.request_id, self._t))
 
     def _admit(self) -> None:
         """Give blocks to the queue's head while they suffice; first come, first served."""
-        reserved = self._blocks_for(1) if self._decoding else 0
+        reserved = self._batch.blocks_for(1) if self._batch.members else 0
         size = self.block_size
         while self._waiting:
             sequence = self._waiting[0]
@@ -542,7 +412,7 @@ class EngineModel:
             sequence.blocks, sequence.private, sequence.published = shared, need, hits
             self._start(sequence, hits * size, remote=remote)
 
-    def _start(self, sequence: _Sequence, cached: int, *, remote: bool) -> None:
+    def _start(self, sequence: Sequence, cached: int, *, remote: bool) -> None:
         if sequence.started_s is None:
             sequence.started_s = self._t
             sequence.cached = cached
@@ -550,21 +420,21 @@ class EngineModel:
             self._queried_total += sequence.total
             self._cached_total += cached
         if remote:
-            sequence.state = "loading"
+            sequence.state = State.LOADING
             self._loading += 1
             request = sequence.request
             self._events.append(
                 KvWanted(request.request_id, request.prompt_tokens - cached, cached, self._t)
             )
             return
-        sequence.state = "prefilling"
+        sequence.state = State.PREFILLING
         sequence.computed = cached
         self._waiting_prefill -= cached
         self._prefilling = sequence
 
     # ------------------------------------------------------------------ inside: sequences
 
-    def _chunk_done(self, sequence: _Sequence, chunk: int, now_s: float) -> None:
+    def _chunk_done(self, sequence: Sequence, chunk: int, now_s: float) -> None:
         sequence.computed += chunk
         self._computed_total += chunk
         self._waiting_prefill -= chunk
@@ -588,40 +458,25 @@ class EngineModel:
         else:
             self._join(sequence, sequence.total)
 
-    def _join(self, sequence: _Sequence, kv: int) -> None:
-        """Start to decode with `kv` KV tokens in place."""
-        if not self._decoding:
+    def _join(self, sequence: Sequence, kv: int) -> None:
+        if not self._batch.members:
             self._flushed_s = self._t
-        sequence.state = "decoding"
-        sequence.kv, sequence.join_at = kv, self._iteration
-        left = sequence.request.output_tokens - sequence.emitted
-        sequence.finish_at = self._iteration + left
-        self._decoding[sequence] = None
         if not sequence.shown:
             self._silent[sequence] = None
-        self._kv_tokens += kv
-        self._phase[(self._iteration - kv) % self.block_size] += 1
-        self._ties += 1
-        heapq.heappush(self._finishes, (sequence.finish_at, self._ties, sequence))
+        self._batch.join(sequence, kv)
 
     def _finish_due(self, now_s: float) -> None:
-        finishes = self._finishes
-        while finishes and finishes[0][0] <= self._iteration:
-            finish_at, _, sequence = heapq.heappop(finishes)
-            if sequence.state != "decoding" or sequence.finish_at != finish_at:
-                continue
-            self._show(sequence, self._emitted(sequence), now_s)
+        for sequence in self._batch.due():
+            self._show(sequence, self._batch.emitted(sequence), now_s)
             self._remove(sequence)
             self._publish(sequence, sequence.kv // self.block_size, now_s)
             self._release(sequence)
             self._finish(sequence, sequence.request.finish_reason, now_s)
 
-    def _finish(
-        self, sequence: _Sequence, reason: str, now_s: float, *, held: bool = False
-    ) -> None:
+    def _finish(self, sequence: Sequence, reason: str, now_s: float, *, held: bool = False) -> None:
         if not held:
             del self._all[sequence.request.request_id]
-            sequence.state = "gone"
+            sequence.state = State.GONE
         if reason in ("stop", "length"):
             self._finished_total += 1
         started_s = now_s if sequence.started_s is None else sequence.started_s
@@ -637,34 +492,28 @@ class EngineModel:
             )
         )
 
-    def _remove(self, sequence: _Sequence) -> None:
+    def _remove(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is; its blocks stay its own."""
-        if sequence.state == "decoding":
-            grown = self._iteration - sequence.join_at
-            self._phase[(sequence.join_at - sequence.kv) % self.block_size] -= 1
-            sequence.emitted += grown
-            sequence.kv += grown
-            self._kv_tokens -= sequence.kv
-            sequence.private = -(-sequence.kv // self.block_size) - len(sequence.blocks)
-            del self._decoding[sequence]
+        if sequence.state is State.DECODING:
+            self._batch.leave(sequence)
             self._silent.pop(sequence, None)
-        elif sequence.state == "prefilling":
+        elif sequence.state is State.PREFILLING:
             self._prefilling = None
             self._waiting_prefill -= sequence.total - sequence.computed
-        elif sequence.state == "waiting":
+        elif sequence.state is State.WAITING:
             self._waiting.remove(sequence)
             if not sequence.remote:
                 self._waiting_prefill -= sequence.total
-        elif sequence.state == "loading":
+        elif sequence.state is State.LOADING:
             self._loading -= 1
-        elif sequence.state == "arrived":
+        elif sequence.state is State.ARRIVED:
             self._arrived.remove(sequence)
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.blocks, sequence.private)
         sequence.blocks, sequence.private = [], 0
 
-    def _publish(self, sequence: _Sequence, full: int, now_s: float) -> None:
+    def _publish(self, sequence: Sequence, full: int, now_s: float) -> None:
         """Blocks `published … full` are complete: they join the prefix cache."""
         hashes = sequence.hashes[sequence.published : full]
         if not hashes or not self.prefix_caching:
@@ -682,7 +531,7 @@ class EngineModel:
             if value in known:
                 self._events.append(KvStored(request_id, first + offset, (value,), now_s))
 
-    def _show(self, sequence: _Sequence, emitted: int, now_s: float) -> None:
+    def _show(self, sequence: Sequence, emitted: int, now_s: float) -> None:
         if emitted > sequence.shown:
             if not sequence.shown:
                 sequence.token_s = now_s
@@ -691,15 +540,10 @@ class EngineModel:
             )
             sequence.shown = emitted
 
-    def _emitted(self, sequence: _Sequence) -> int:
-        if sequence.state != "decoding":
-            return sequence.emitted
-        return sequence.emitted + self._iteration - sequence.join_at
-
     # ------------------------------------------------------------------ inside: hand-over
 
-    def _hold(self, sequence: _Sequence, now_s: float) -> None:
-        sequence.state = "held"
+    def _hold(self, sequence: Sequence, now_s: float) -> None:
+        sequence.state = State.HELD
         sequence.expires_s = now_s + self.hold_s
         self._ties += 1
         heapq.heappush(self._expiries, (sequence.expires_s, self._ties, sequence))
@@ -707,7 +551,7 @@ class EngineModel:
     def _next_expiry(self) -> float:
         while self._expiries:
             expires_s, _, sequence = self._expiries[0]
-            if sequence.state == "held" and sequence.expires_s == expires_s:
+            if sequence.state is State.HELD and sequence.expires_s == expires_s:
                 return expires_s
             heapq.heappop(self._expiries)
         return _NEVER
@@ -720,10 +564,10 @@ class EngineModel:
         self._expired_total += 1
         self._events.append(KvExpired(sequence.request.request_id, now_s))
 
-    def _end_hold(self, sequence: _Sequence) -> None:
+    def _end_hold(self, sequence: Sequence) -> None:
         self._release(sequence)
         self._held -= 1
-        sequence.state = "gone"
+        sequence.state = State.GONE
         del self._all[sequence.request.request_id]
 
     def _told_evictions(self, now_s: float) -> None:
@@ -731,10 +575,8 @@ class EngineModel:
             self._events.append(KvRemoved(tuple(self.pool.evicted), now_s))
             self.pool.evicted = []
 
-    # ------------------------------------------------------------------ inside: small questions
-
     def _running(self) -> int:
-        return len(self._decoding) + (self._prefilling is not None)
+        return len(self._batch.members) + (self._prefilling is not None)
 
     def _check(self, request: EngineRequest) -> None:
         if request.request_id in self._all:

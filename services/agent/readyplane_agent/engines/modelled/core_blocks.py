@@ -7,8 +7,9 @@ its place is needed; the one released longest ago goes first. `core` decides who
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import islice, repeat
 
 
 class BlockPool:
@@ -77,8 +78,9 @@ class BlockPool:
         idle = self._idle
         short = count - (self.total - self.private - len(self.users) - len(idle))
         if short > 0:
-            pop = idle.popitem
-            self.evicted += [pop(last=False)[0] for _ in range(short)]
+            gone = list(islice(idle, short))
+            deque(map(idle.__delitem__, gone), maxlen=0)
+            self.evicted += gone
         self.private += count
 
     def publish(self, hashes: Sequence[int]) -> list[int]:
@@ -88,24 +90,31 @@ class BlockPool:
             The hashes that are new; a block whose hash is cached already stays private.
         """
         users, idle = self.users, self._idle
-        new: list[int] = []
-        for value in hashes:
-            if value not in users and value not in idle:
-                users[value] = 1
-                new.append(value)
-        self.private -= len(new)
-        return new
+        fresh = dict.fromkeys(hashes, 1)
+        if not (users.keys().isdisjoint(fresh) and idle.keys().isdisjoint(fresh)):
+            fresh = {v: 1 for v in fresh if v not in users and v not in idle}
+        users.update(fresh)
+        self.private -= len(fresh)
+        return list(fresh)
 
     def give_back(self, hashes: Sequence[int], private: int) -> None:
         """End the use of cached blocks (last one first, so that a prefix outlives its tail)."""
+        self.private -= private
+        if not hashes:
+            return
         users, idle = self.users, self._idle
-        for value in reversed(hashes):
-            count = users.pop(value) - 1
-            if count:
-                users[value] = count
+        counts = list(map(users.pop, hashes, repeat(0)))
+        if max(counts) == min(counts) == 1:  # nobody else uses any of them: no loop
+            idle.update(dict.fromkeys(reversed(hashes)))
+            return
+        left: dict[int, int] = {}
+        for value, count in zip(hashes, counts, strict=True):
+            left[value] = (left[value] if value in left else count) - 1
+        for value in reversed(left):
+            if left[value] > 0:
+                users[value] = left[value]
             else:
                 idle[value] = None
-        self.private -= private
 
     def clear(self) -> list[int]:
         """Forget every idle block; returns their hashes."""
