@@ -78,6 +78,7 @@ class MemoryEngine:
         self.open = 0
         self.connections = 0
         self.tokenized = 0
+        self.tokenize_status = 200
 
     def calls(self, path: str = "/v1/") -> list[Seen]:
         return [seen for seen in self.seen if seen.path.startswith(path)]
@@ -127,6 +128,9 @@ class _MemoryTransport(asyncio.Transport):
         engine, body = self._engine, seen.body
         if seen.path == "/tokenize":
             engine.tokenized += 1
+            if engine.tokenize_status != 200:
+                self._json(engine.tokenize_status, {"error": {"message": "not here"}})
+                return
             text = body.get("prompt") or json.dumps(body["messages"])
             self._json(200, {"tokens": [byte + 3 for byte in text.encode()], "count": len(text)})
             return

@@ -598,3 +598,44 @@ def test_a_worker_that_comes_while_a_text_waits_tokenises_it() -> None:
         assert sent.body["prompt"] == [byte + 3 for byte in b"hello"]
 
     play(story)
+
+
+@pytest.mark.parametrize(("path", "status"), [("completions", 404), ("chat/completions", 400)])
+def test_engines_that_do_not_tokenise(path: str, status: int) -> None:
+    """Both legs get what the client sent, the router an estimate, and a metric says so."""
+
+    async def story(world: World) -> None:
+        for engine in world.engines.values():
+            engine.tokenize_status = status
+        messages = [{"role": "user", "content": "hello there"}]
+        body = {"prompt": "hello there"} if path == "completions" else {"messages": messages}
+        got = await world.ask({"model": MODEL, "stream": True, **body}, path="/v1/" + path)
+        assert got.status == 200
+        (sent,) = world.engine("d1").calls()
+        assert body.items() <= sent.body.items()
+        shape = world.router.asked[0]["shape"]
+        assert (shape.isl, shape.token_ids) == (3, b"")
+        assert world.metric("tokenized_total", how="not_offered") == 1
+
+    play(story)
+
+
+def test_a_text_that_an_engine_refuses_is_the_clients_fault() -> None:
+    async def story(world: World) -> None:
+        for engine in world.engines.values():
+            engine.tokenize_status = 400
+        got = await world.ask(prompt="hello")
+        assert (got.status, got.error["message"]) == (400, "not here")
+        assert not world.router.asked
+
+    play(story)
+
+
+def test_no_engine_answers_for_tokens() -> None:
+    async def story(world: World) -> None:
+        for engine in world.engines.values():
+            engine.tokenize_status = 500
+        got = await world.ask(prompt="hello")
+        assert (got.status, "retry-after" in got.headers) == (503, True)
+
+    play(story)

@@ -102,9 +102,11 @@ class Bodies:
 
     @classmethod
     def of(cls, ask: Ask, token_ids: tuple[int, ...] | None) -> Bodies:
-        """`token_ids`: sent instead of a prompt's text, where they are known."""
+        """`token_ids`: sent instead of a prompt's text, where they are known (neither None nor
+        empty).
+        """
         shared = dict(ask.body)
-        if ask.kind is Kind.COMPLETIONS and token_ids is not None:
+        if ask.kind is Kind.COMPLETIONS and token_ids:
             shared["prompt"] = msgspec.Raw(msgspec.json.encode(token_ids))
             shared.pop("add_special_tokens", None)
         return cls(ask, shared)

@@ -133,7 +133,7 @@ class Proxy:
     def _shape(
         self, ask: Ask, call: Call, facts: ModelFacts, token_ids: tuple[int, ...] | None
     ) -> RequestShape:
-        if token_ids is None:  # nobody is there to tokenise: the router still counts the demand
+        if not token_ids:  # nobody is there who tokenises it: the router still counts the demand
             isl, packed = 1 + ask.characters // CHARACTERS_PER_TOKEN, b""
         else:
             isl, packed = len(token_ids), pack_tokens(token_ids)

@@ -39,6 +39,9 @@ class _Answer(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Answer)
+# What `Tokens.of` gives for a prompt that the engines there do not tokenise for others.
+NOT_OFFERED: tuple[int, ...] = ()
+_NO_SUCH_PATH = frozenset({404, 405, 501})
 
 
 class ClientFault(Exception):
@@ -60,7 +63,8 @@ class Tokens:
         self._characters = 0
 
     async def of(self, ask: Ask, urls: Sequence[str], tokenizer: str) -> tuple[int, ...] | None:
-        """Token ids of a prompt; None when no engine is there to ask.
+        """Token ids of a prompt; None when no engine is there to ask, `NOT_OFFERED` when none that
+        is there tokenises such a prompt (the router then goes by an estimate, which is counted).
 
         Args:
             urls: engines of the model, the one to ask first in front.
@@ -84,22 +88,28 @@ class Tokens:
         troubles: list[str] = []
         for url in urls[:TRIES_MAX]:
             try:
-                found = await self._ask(url, body)
+                found = await self._ask(url, body, ask.kind)
             except (EngineTrouble, msgspec.MsgspecError) as error:
                 troubles.append(f"{url}: {error}")
                 continue
-            self._meters.tokenized.labels("asked").inc()
-            self._remember(key, found)
+            if found is NOT_OFFERED:
+                self._meters.tokenized.labels("not_offered").inc()
+            else:
+                self._meters.tokenized.labels("asked").inc()
+                self._remember(key, found)
             return found
         raise Unavailable(f"no engine tokenised the prompt ({'; '.join(troubles)})", "try again")
 
-    async def _ask(self, url: str, body: bytes) -> tuple[int, ...]:
+    async def _ask(self, url: str, body: bytes, kind: Kind) -> tuple[int, ...]:
         exchange = await self._engines.open(
             url, "/tokenize", body, within_s=self._bounds.tokenize_s_max, doing="tokenising"
         )
         with exchange:
             status = await exchange.head()
             answer = await exchange.whole(ANSWER_BYTES_MAX)
+        # An engine may tokenise text alone; of a chat that is wrong, its prefill leg says so.
+        if status in _NO_SUCH_PATH or (kind is Kind.CHAT and status == 400):
+            return NOT_OFFERED
         if status in (400, 413, 422):
             raise ClientFault(failure_of_engine(status, answer))
         if status != 200:
