@@ -352,8 +352,15 @@ class TwinRouter:
         self.directives = [d for d in self.directives if d.kind != "replay_kv"]
         return RenewalAnswer(self.lease, tuple(directives))
 
-    async def report_rank(self, report: RankReport) -> GroupStatus:
+    def _holds(self, worker_id: str, incarnation: str, epoch: int) -> None:
         self._check()
+        if self.lease is None:
+            raise LostLease(worker_id, incarnation, "no lease is known")
+        if epoch != self.lease.epoch:
+            raise StaleEpoch("epoch", self.lease.epoch, epoch, "stop")
+
+    async def report_rank(self, report: RankReport) -> GroupStatus:
+        self._holds(report.worker_id, report.incarnation, report.epoch)
         self.steps.append(report.step)
         if report.step == "canary_passed" and not self.hold_group:
             return GroupStatus("published", 11)
@@ -368,7 +375,7 @@ class TwinRouter:
         serving: Serving,
         checks: Sequence[CheckResult],
     ) -> GateVerdict:
-        self._check()
+        self._holds(worker_id, incarnation, epoch)
         if self.refuse:
             return GateVerdict(False, self.refuse)
         self.admitted.append((serving, checks))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from readyplane.core import gate_checks as gc
-from readyplane.core.errors import LostLease, StaleEpoch
+from readyplane.core.errors import LostLease, StaleEpoch, Unauthenticated
 from readyplane.core.startup import SegmentName, WeightTier, critical_path
 from readyplane.core.worker import Role
 from readyplane.kit.clock import SystemClock
@@ -423,6 +423,37 @@ async def test_a_router_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> N
         assert w.life.state is State.NEW
         w.router.away = False
         await until(lambda: w.life.state is State.READY)
+
+
+async def test_a_router_that_is_away_during_a_start_is_waited_for(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        w.engine.init_s = 0.3
+        begin(w)
+        await until(lambda: w.life.state is State.STARTING)
+        w.router.away = True
+        await asyncio.sleep(0.8)
+        assert w.life.state in {State.PROVING, State.STARTING}
+        w.router.away = False
+        await until(lambda: w.life.state is State.READY)
+
+
+async def test_a_lease_that_is_lost_during_a_start_is_asked_for_again(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        w.engine.init_s = 0.3
+        begin(w)
+        await until(lambda: w.life.state is State.STARTING)
+        w.router.lease = None
+        await until(lambda: w.life.state is State.READY)
+        assert [o.incarnation for o in w.router.offers] == ["w1-abc", "w1-abc"]
+        checks = {c.name: c for c in w.router.admitted[0][1]}
+        assert checks[gc.LEASE].evidence == {"epoch": 2}
+
+
+async def test_a_router_that_refuses_for_good_is_not_asked_again(tmp_path: Path) -> None:
+    async with living(tmp_path) as w:
+        w.router.register_error = Unauthenticated()
+        assert await asyncio.wait_for(begin(w), 5) is ExitCode.START_FAILED
+        assert "not authenticated" in w.life.trace.failure
 
 
 async def test_an_unwanted_start_leaves_without_draining(tmp_path: Path) -> None:

@@ -13,7 +13,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from readyplane.core.errors import LostLease, NotFound, ReadyplaneError, StaleEpoch
+from readyplane.core.errors import (
+    LostLease,
+    NotFound,
+    ReadyplaneError,
+    StaleEpoch,
+    Unavailable,
+)
 from readyplane.core.worker import Lease, LoadReport, StartProgress, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import Directive, Renewal, Router
@@ -80,17 +86,14 @@ class Session:
         """Get the lease, asking again while the router cannot be reached.
 
         Raises:
-            LostLease, StaleEpoch: this incarnation is over. Whatever the router said last when
-            `limit_s` has passed.
+            ReadyplaneError: the router refuses, for good; or it is away still after `limit_s`.
         """
         until_s = self._clock.monotonic_s() + limit_s
         attempt = 0
         while True:
             try:
                 self.lease = await self._router.register(self._offer())
-            except (LostLease, StaleEpoch):
-                raise
-            except (ReadyplaneError, TimeoutError, OSError) as error:
+            except (Unavailable, TimeoutError, OSError) as error:
                 wait_s = self._backoff_s(attempt)
                 if self._clock.monotonic_s() + wait_s > until_s:
                     raise

@@ -14,15 +14,23 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from readyplane.core import gate_checks as gc
-from readyplane.core.errors import IdentityMismatch, InvalidField, Refused, Unavailable
+from readyplane.core.errors import (
+    IdentityMismatch,
+    InvalidField,
+    LostLease,
+    Refused,
+    StaleEpoch,
+    Unavailable,
+)
 from readyplane.core.identity import Manifest
 from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.core.worker import CheckResult, Lease, Role, Serving
 from readyplane.kit.clock import Clock
-from readyplane.ports import FetchPlan, GroupStatus, RankReport, Registry, Router
+from readyplane.ports import FetchPlan, GateVerdict, GroupStatus, RankReport, Registry, Router
 from readyplane_agent import probes
 from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
@@ -35,11 +43,15 @@ from readyplane_agent.settings import AgentSettings
 from readyplane_agent.trace import StartTrace
 
 log = logging.getLogger("agent.start")
+T = TypeVar("T")
 
 RANKS = 1
 CHECKPOINT_ENGINES = ("vllm",)
 BARRIER_POLL_S = 0.5
 SMALL_POLL_S = 0.005
+PATIENCE_S = 60.0
+PAUSE_S = 0.2
+PAUSE_MAX_S = 2.0
 BARRIER_LIMIT_S = 600.0
 
 
@@ -184,8 +196,8 @@ class Start:
 
     async def _manifest(self) -> Manifest:
         if not self._s.manifest:
-            return await self._registry.resolve(self._s.model)
-        found = await self._registry.get_manifest(self._s.manifest)
+            return await self._patient(lambda: self._registry.resolve(self._s.model))
+        found = await self._patient(lambda: self._registry.get_manifest(self._s.manifest))
         if found.digest != self._s.manifest:
             raise IdentityMismatch(
                 "manifest",
@@ -199,11 +211,13 @@ class Start:
         return found
 
     async def _plan(self, manifest: Manifest) -> FetchPlan:
-        return await self._registry.plan_fetch(
-            manifest.digest,
-            worker_id=self._s.worker_id,
-            incarnation=self._incarnation,
-            node=self._s.node,
+        return await self._patient(
+            lambda: self._registry.plan_fetch(
+                manifest.digest,
+                worker_id=self._s.worker_id,
+                incarnation=self._incarnation,
+                node=self._s.node,
+            )
         )
 
     def _spec(self, manifest: Manifest, arena: Arena) -> EngineSpec:
@@ -333,7 +347,7 @@ class Start:
         if self._s.engine == "attached" and self._s.role is Role.BOTH:
             why = "it serves both stages: nothing is handed over"
             return probes.not_applicable([gc.KV_CONNECTOR], why)[0]
-        fleet = await self._router.list_workers(self._s.model)
+        fleet = await self._patient(lambda: self._router.list_workers(self._s.model))
         peers = [
             (w.worker_id, OpenAiEngine(w.serving.engine_url, model=self._s.model))
             for w in probes.peers_for(
@@ -345,18 +359,54 @@ class Start:
 
     # ----------------------------------------------------------------------- barrier and gate
 
+    async def _patient(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call; a service that is away, or has lost our lease, is given time to come back.
+
+        Raises:
+            Unavailable: still away after `PATIENCE_S`. LostLease, StaleEpoch: no new lease came
+            (the session asks for it). Whatever else the call raises, at once.
+        """
+        until_s = self._clock.monotonic_s() + PATIENCE_S
+        pause_s = PAUSE_S
+        while True:
+            epoch = self._lease().epoch
+            try:
+                return await call()
+            except (Unavailable, TimeoutError) as error:
+                if self._clock.monotonic_s() + pause_s > until_s:
+                    raise
+                log.warning("%s; trying again", error)
+                await self._clock.sleep(pause_s)
+                pause_s = min(PAUSE_MAX_S, pause_s * 2)
+            except (LostLease, StaleEpoch):
+                await self._another_lease(epoch)
+
+    async def _another_lease(self, epoch: int) -> None:
+        """Wait until the session has another lease; raises what the router said if none comes."""
+        until_s = self._clock.monotonic_s() + 2 * self._lease().ttl_s
+        while self._lease().epoch == epoch:
+            if self._clock.monotonic_s() > until_s:
+                lease = self._lease()
+                raise LostLease(lease.worker_id, lease.incarnation, "no other lease was granted")
+            await self._clock.sleep(PAUSE_S)
+
     async def _rank(self, step: str) -> GroupStatus:
-        lease = self._lease()
-        status = await self._router.report_rank(
-            RankReport(
-                worker_id=lease.worker_id,
-                incarnation=lease.incarnation,
-                epoch=lease.epoch,
-                rank=0,
-                step=step,
-                manifest_digest=self.manifest_digest if step != "scheduled" else "",
+        digest = self.manifest_digest if step != "scheduled" else ""
+
+        def tell() -> Awaitable[GroupStatus]:
+            lease = self._lease()
+            return self._router.report_rank(
+                RankReport(
+                    worker_id=lease.worker_id,
+                    incarnation=lease.incarnation,
+                    epoch=lease.epoch,
+                    rank=0,
+                    step=step,
+                    manifest_digest=digest,
+                )
             )
-        )
+
+        status = await self._patient(tell)
         if status.state == "failed":
             raise Refused("group", [f"failed at {step}", *status.waiting_for], "order it anew")
         return status
@@ -385,16 +435,21 @@ class Start:
             await self._clock.sleep(BARRIER_POLL_S)
 
     async def _admit(self, group_epoch: int) -> None:
-        lease, serving = self._lease(), self._started.serving
+        serving = self._started.serving
         assert serving is not None
-        checks = (
-            *self._started.checks,
-            probes.lease_check(lease.epoch),
-            probes.group_check(group_epoch),
-        )
-        verdict = await self._router.admit(
-            lease.worker_id, lease.incarnation, lease.epoch, serving=serving, checks=checks
-        )
+
+        def ask() -> Awaitable[GateVerdict]:
+            lease = self._lease()
+            checks = (
+                *self._started.checks,
+                probes.lease_check(lease.epoch),
+                probes.group_check(group_epoch),
+            )
+            return self._router.admit(
+                lease.worker_id, lease.incarnation, lease.epoch, serving=serving, checks=checks
+            )
+
+        verdict = await self._patient(ask)
         if not verdict.admitted:
             self._tell(Event.REFUSED)
             raise Refused("admission", verdict.reasons, "see the checks of the worker")
