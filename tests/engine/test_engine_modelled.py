@@ -27,7 +27,7 @@ from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.engines.modelled.adapter import ModelledEngine
 from readyplane_agent.engines.modelled.answer import answer_length
-from readyplane_agent.engines.port import EngineSpec, arena_layout
+from readyplane_agent.engines.port import EnginePort, EngineSpec, arena_layout
 from tests.engine import port_suite
 from tests.engine.engine_world import ModelledFactory, modelled_factory
 
@@ -175,6 +175,32 @@ async def test_a_slow_profile_is_kept_in_real_time(factory: ModelledFactory) -> 
         took_s = clock.monotonic_s() - begun_s
     wanted_s = profile.prefill_s(1000) + sum(profile.iteration_s(1, 1000 + i) for i in range(10))
     assert wanted_s <= took_s < 1.1 * wanted_s + 0.2
+
+
+async def test_a_reader_that_has_to_queue_keeps_its_kv_alive(
+    factory: ModelledFactory, world: port_suite.World
+) -> None:
+    """It waits longer than a hold lasts; the giver hears of it and keeps the blocks."""
+    async with factory.start("narrow", profile="h200-slow10", kv_tokens=640) as engine:
+        busy = asyncio.create_task(
+            engine.generate(world.prompt(400), max_tokens=60, ignore_eos=True)
+        )
+        await world.until(lambda: _running(engine))
+        prompt = world.prompt(320)
+        alone = await world.one.generate(prompt, max_tokens=3, ignore_eos=True)
+        params = await world.handover(prompt)
+        clock = SystemClock()
+        begun_s = clock.monotonic_s()
+        got = await engine.generate(
+            prompt, max_tokens=3, ignore_eos=True, kv_transfer_params=params
+        )
+        assert clock.monotonic_s() - begun_s > factory.traits.hold_s
+        assert got.token_ids == alone.token_ids
+        await busy
+
+
+async def _running(engine: EnginePort) -> bool:
+    return (await engine.load_report()).running == 1
 
 
 # --------------------------------------------------------------------------- starts

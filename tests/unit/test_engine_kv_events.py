@@ -13,6 +13,8 @@ import zmq.asyncio
 
 from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.ports import KvEvent, KvEventBatch
+from readyplane_agent.engines.modelled.core_events import KvStored
+from readyplane_agent.engines.modelled.kv_publish import KvPublisher
 from readyplane_agent.engines.vllm_events import HashTranslator, KvEventReader, read_batch
 
 TOKENS = list(range(1, 13))
@@ -248,3 +250,32 @@ async def test_a_batch_that_cannot_be_read_clears_and_goes_on(publisher: Publish
     assert batches[1].events == (KvEvent("stored", (ours(2),)),)
     assert reader.losses_total == 1
     await events.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_long_replay_loses_nothing() -> None:
+    """More batches than a socket's default queue, through the modelled engine's own publisher."""
+    context: zmq.Context[Any] = zmq.Context()
+    publisher = KvPublisher(
+        context,
+        host="127.0.0.1",
+        port=0,
+        replay_port=0,
+        topic="kv@e@m",
+        block_size=4,
+        buffer_steps=10_000,
+    )
+    tokens = {i: [i, i + 1, i + 2, i + 3] for i in range(5000)}
+    for i in tokens:
+        publisher.publish(
+            [KvStored(str(i), 0, (i,), 0.0)], lambda name, *_: (tokens[int(name)], None, ""), 1.0
+        )
+    live, replay = publisher.ports
+    reader = KvEventReader(f"tcp://127.0.0.1:{live}", f"tcp://127.0.0.1:{replay}")
+    batches = await take(events := reader.follow(), len(tokens))
+    assert [b.sequence for b in batches] == list(range(1, len(tokens) + 1))
+    wanted = [sequence_hashes(pack_tokens(t), 4) for t in tokens.values()]
+    assert [b.events[0].block_hashes for b in batches] == wanted
+    assert reader.losses_total == 0
+    await events.aclose()  # type: ignore[attr-defined]
+    publisher.close()
+    context.destroy(linger=0)

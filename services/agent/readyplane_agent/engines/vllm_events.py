@@ -215,6 +215,7 @@ class KvEventReader:
         out: list[KvEventBatch] = []
         socket = context.socket(zmq.DEALER)
         try:
+            socket.set_hwm(0)
             socket.connect(self._replay_endpoint)
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
             async with asyncio.timeout(REPLAY_LIMIT_S):

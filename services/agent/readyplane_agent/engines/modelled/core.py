@@ -352,8 +352,7 @@ class EngineModel:
             self._admit()
         decoding = len(self._batch.members)
         chunk = 0
-        alpha = beta = 0.0
-        most = 1
+        alpha, beta, most = 0.0, 0.0, 1
         prefilling = self._prefilling
         if prefilling is not None:
             chunk = min(prefilling.total - prefilling.computed, self.max_batch_tokens - decoding)
@@ -591,9 +590,8 @@ class EngineModel:
             )
         if request.output_hashes and len(request.block_hashes) != full:
             raise InvalidField("output_hashes", "given", "give the prompt's block_hashes too")
-        last = request.prompt_tokens + request.output_tokens - 1
-        if request.mode is RequestMode.REMOTE_DECODE:
-            last = request.prompt_tokens
+        output = 1 if request.mode is RequestMode.REMOTE_DECODE else request.output_tokens
+        last = request.prompt_tokens + output - 1
         if -(-last // self.block_size) > self.pool.total:
             raise InvalidField(
                 "prompt_tokens",

@@ -109,7 +109,7 @@ class BlockPool:
             return
         left: dict[int, int] = {}
         for value, count in zip(hashes, counts, strict=True):
-            left[value] = (left[value] if value in left else count) - 1
+            left[value] = left.get(value, count) - 1
         for value in reversed(left):
             if left[value] > 0:
                 users[value] = left[value]

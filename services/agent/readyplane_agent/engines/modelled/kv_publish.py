@@ -48,6 +48,7 @@ class KvPublisher:
         pub = context.socket(zmq.PUB)
         pub.set_hwm(100_000)
         replay = context.socket(zmq.ROUTER)
+        replay.set_hwm(0)  # a replay is as long as the buffer; a limit here would drop its middle
         try:
             self.ports = (bind(pub, host, port), bind(replay, host, replay_port))
         except OSError:
