@@ -1,0 +1,217 @@
+"""`readyplane decisions` and `readyplane explain`: what the planner did, and why it took so long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from readyplane.core.errors import InvalidField, NotFound
+from readyplane_lab.cli import output
+from readyplane_lab.cli.flags import Json, examples, switch
+from readyplane_lab.cli.where import PlannerAddress, Where, find, planner_of, run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from readyplane.client import PlannerClient
+
+EXAMPLES = examples(
+    "readyplane decisions",
+    "readyplane decisions --all --limit 5",
+    "readyplane decisions --json | jq -r '.decisions[0].decision_id'",
+)
+EXPLAIN_EXAMPLES = examples(
+    "readyplane explain last", "readyplane explain 9f2c61aa", "readyplane explain last --json"
+)
+LIMIT_MAX = 10_000
+SEARCHED_MAX = 2_000
+BAR_WIDTH = 40
+WHY_MAX = 66
+
+
+def decisions(
+    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", help="How many.")] = 20,
+    everything: Annotated[
+        bool, switch("--all", text="Also those that changed nothing (a sample of them).")
+    ] = False,
+    model: Annotated[str, typer.Option(metavar="M", help="Of this model.")] = "",
+    json: Json = False,
+    planner: PlannerAddress = "",
+) -> None:
+    """List the planner's decisions, newest first."""
+    if not 1 <= limit <= LIMIT_MAX:
+        raise InvalidField("--limit", limit, f"give 1 to {LIMIT_MAX}")
+    where = find("planner", planner=planner)
+    found = run(_list(where, model, limit, changes_only=not everything))
+    if json:
+        output.emit({"decisions": found})
+        return
+    output.console().print(decisions_table(found))
+
+
+async def _list(
+    where: Where, model: str, limit: int, *, changes_only: bool
+) -> list[dict[str, Any]]:
+    async with planner_of(where) as planner:
+        return await planner.list_decisions(model=model, limit=limit, changes_only=changes_only)
+
+
+def decisions_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Decisions for a person."""
+    from rich.markup import escape
+
+    made = output.table("decision", "at", "what and why", fixed=("decision", "at"))
+    for decision in found:
+        reasons = decision.get("reasons") or ()
+        why = _line(reasons[0]["text"]) if reasons else ""
+        changed = bool(decision.get("changes"))
+        what = escape(decision.get("summary", ""))
+        made.add_row(
+            decision["decision_id"],
+            output.moment(decision.get("at_s")),
+            (f"[bold]{what}[/bold]" if changed else what)
+            + (f"\n[dim]{escape(why)}[/dim]" if changed and why else ""),
+        )
+    made.caption = None if found else "no decisions yet (--all shows those that changed nothing)"
+    return made
+
+
+def _line(text: str) -> str:
+    return text if len(text) <= WHY_MAX else text[: WHY_MAX - 1] + "…"
+
+
+def explain(
+    decision: Annotated[
+        str,
+        typer.Argument(
+            metavar="DECISION",
+            help="Its id, a unique beginning or end of it, or `last` (newest change).",
+        ),
+    ],
+    json: Json = False,
+    planner: PlannerAddress = "",
+) -> None:
+    """Explain one decision: why it was taken, and why its starts took as long as they did.
+
+    Each start is shown from order (desired) over lease (provisioned) to routable (ready), segment
+    by segment; each drain until its worker had left.
+    """
+    where = find("planner", planner=planner)
+    found = run(_explain(where, decision))
+    if json:
+        output.emit(found)
+        return
+    show_explanation(output.console(), found)
+
+
+async def _explain(where: Where, given: str) -> dict[str, Any]:
+    async with planner_of(where) as planner:
+        if given == "last":
+            newest = await planner.list_decisions(limit=1, changes_only=True)
+            if not newest:
+                raise NotFound("decision", "last", "nothing has been changed yet")
+            return await planner.explain(newest[0]["decision_id"])
+        try:
+            return await planner.explain(given)
+        except NotFound:
+            return await planner.explain(await _whole_id(planner, given))
+
+
+async def _whole_id(planner: PlannerClient, given: str) -> str:
+    """The one decision that begins or ends so. Raises NotFound, InvalidField when several do."""
+    known = await planner.list_decisions(limit=SEARCHED_MAX)
+    ids = [str(d["decision_id"]) for d in known] if given else []
+    found = [each for each in ids if each.startswith(given) or each.endswith(given)]
+    if not found:
+        raise NotFound("decision", given, "`readyplane decisions --all` lists them; old ones go")
+    if len(found) > 1:
+        raise InvalidField("DECISION", given, f"write more of it: {', '.join(found[:5])}")
+    return found[0]
+
+
+def show_explanation(screen: Console, found: Mapping[str, Any]) -> None:
+    """The explanation for a person."""
+    from rich.markup import escape
+
+    decision = found["decision"]
+    screen.print(f"[bold]{found['decision_id']}[/bold]  {output.moment(found['at_s'])}")
+    screen.print(f"{escape(found['summary'])}  (policy version {found['policy_version']})\n")
+    screen.print("[bold]why[/bold]")
+    for reason in decision.get("reasons", ()):
+        pool = f"{reason['pool']}: " if reason.get("pool") else ""
+        screen.print(f"  {escape(pool + reason['text'])} [dim]\\[{reason['code']}][/dim]")
+    for start in found["starts"]:
+        _show_start(screen, start)
+    for drain in found["drains"]:
+        took = _after(drain["after_s"]) or output.NOT_KNOWN
+        screen.print(
+            f"\n[bold]{drain['worker_id']}[/bold] ({drain['pool']}): {drain['status']}; {took}"
+        )
+        if drain.get("note"):
+            screen.print(f"  {escape(drain['note'])}")
+    for release in found["releases"]:
+        screen.print(f"\n[bold]{release['worker_id']}[/bold] released: {escape(release['why'])}")
+    screen.print(f"\n[bold]answer[/bold]  {escape(found['answer'])}")
+
+
+def _show_start(screen: Console, start: Mapping[str, Any]) -> None:
+    from rich.markup import escape
+
+    took = _after(start["after_s"]) or "not ordered yet"
+    tier = f", weights from {start['tier']}" if start.get("tier") else ""
+    screen.print(
+        f"\n[bold]{start['worker_id']}[/bold] ({start['pool']}): {start['status']}{tier}\n"
+        f"  after the decision: {took}"
+    )
+    if start.get("note"):
+        screen.print(f"  [red]{escape(start['note'])}[/red]")
+    if start["segments"] and start["wall_s"]:
+        screen.print(segments_table(start))
+    if start.get("log_tail"):
+        screen.print(f"  [dim]end of its log:[/dim]\n{escape(start['log_tail'])}")
+
+
+def _after(steps: Mapping[str, float]) -> str:
+    return " → ".join(f"{kind} {after_s:.1f} s" for kind, after_s in steps.items())
+
+
+def segments_table(start: Mapping[str, Any]) -> Table:
+    """A start as bars over its wall time; exclusive seconds sum up to it with the unexplained."""
+    wall_s = float(start["wall_s"])
+    made = output.table(
+        "segment",
+        "0 s" + f"{wall_s:.1f} s".rjust(BAR_WIDTH - 3),
+        "share of T_ready",
+        right=("share of T_ready",),
+    )
+    exclusive = start["exclusive_s"]
+    spans: dict[str, list[tuple[float, float]]] = {}
+    modelled: set[str] = set()
+    for segment in start["segments"]:
+        end_s = wall_s if segment["end_s"] is None else segment["end_s"]
+        spans.setdefault(segment["name"], []).append((segment["start_s"], end_s))
+        if segment["modelled"]:
+            modelled.add(segment["name"])
+    for name, parts in sorted(spans.items(), key=lambda item: min(item[1])):
+        label = f"{name} (modelled)" if name in modelled else name
+        if name == start["blocking_segment"]:
+            label = f"[cyan]{label}, waiting[/cyan]"
+        elif name == start["dominant_segment"]:
+            label = f"[bold]{label}[/bold]"
+        made.add_row(label, _bar(parts, wall_s), output.seconds(exclusive.get(name, 0.0)))
+    if start["unexplained_s"] is not None:
+        made.add_row("[dim]unexplained[/dim]", "", output.seconds(start["unexplained_s"]))
+    made.add_row("[bold]T_ready[/bold]", "", f"[bold]{output.seconds(wall_s)}[/bold]")
+    return made
+
+
+def _bar(parts: Sequence[tuple[float, float]], wall_s: float) -> str:
+    cells = [" "] * BAR_WIDTH
+    for start_s, end_s in parts:
+        first = min(BAR_WIDTH - 1, max(0, int(start_s / wall_s * BAR_WIDTH)))
+        last = max(first + 1, min(BAR_WIDTH, round(end_s / wall_s * BAR_WIDTH)))
+        cells[first:last] = "█" * (last - first)
+    return "".join(cells)

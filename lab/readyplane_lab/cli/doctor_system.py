@@ -1,0 +1,166 @@
+"""Doctor's look at the running system: each service's readiness and clock, and the planner's view."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from readyplane.core.errors import ReadyplaneError, Unavailable
+from readyplane_lab.cli.finding import Finding
+from readyplane_lab.cli.where import Where, find, planner_of, within
+
+AREA = "system"
+ANSWER_S_MAX = 5.0
+SKEW_S_MAX = 2.0
+STATE_AGE_S_MAX = 15.0
+SERVICES = ("registry", "router", "planner", "gateway")
+
+
+async def findings(given: dict[str, str]) -> AsyncIterator[Finding]:
+    """Findings about what runs; one that says so when nothing does."""
+    from readyplane_lab.up.address_book import book_path, read_book
+
+    if any(given.values()):
+        where = find(*(name for name, value in given.items() if value), **given)
+        for name, address in given.items():
+            if address:
+                yield await _grpc(name, address)
+    else:
+        book = read_book()
+        if book is None:
+            stale = book_path().exists()
+            found = "none of this user" + (f" ({book_path()} is of a killed one)" if stale else "")
+            yield Finding(AREA, "running `up`", "ok", found)
+            return
+        yield Finding(AREA, "running `up`", "ok", f"process {book.pid}, data in {book.data_dir}")
+        where = find("planner")
+        for name in SERVICES:
+            yield await _http(name, getattr(book, f"{name}_http"))
+            if name != "gateway":
+                yield await _grpc(name, getattr(book, name))
+        yield await _grpc("actuator", book.actuator, where.token)
+    if where.planner:
+        async for finding in _planner(where):
+            yield finding
+
+
+async def _http(name: str, url: str) -> Finding:
+    """Readiness as the service tells it, and its clock by the Date of its answer."""
+    import aiohttp
+
+    from readyplane.kit.clock import SystemClock
+
+    label = f"{name} (HTTP)"
+    path = "/health" if name == "gateway" else "/readyz"
+    limits = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=limits) as session,
+            session.get(url + path) as answer,
+        ):
+            text = await answer.text()
+            skew_s = _skew_s(answer.headers.get("date", ""), SystemClock().wall_s())
+            status = answer.status
+    except (aiohttp.ClientError, TimeoutError) as error:
+        said = f"{url} does not answer ({str(error) or type(error).__name__})"
+        return Finding(AREA, label, "fail", said, f"see the end of {name}.log in the logs folder")
+    if status != 200:
+        remedy = f"see {name}.log in the logs folder"
+        return Finding(AREA, label, "fail", f"{url} is not ready: {_why(text)}", remedy)
+    if skew_s is not None and abs(skew_s) > SKEW_S_MAX:
+        found = f"{url} is ready, its clock is {skew_s:+.0f} s off"
+        return Finding(AREA, label, "warn", found, "set the clocks by NTP")
+    return Finding(AREA, label, "ok", f"{url} is ready")
+
+
+def _skew_s(date: str, now_s: float) -> float | None:
+    """Seconds that a Date header is ahead; it has whole seconds, so up to 1 s is nothing."""
+    try:
+        found_s = parsedate_to_datetime(date).timestamp()
+    except (ValueError, TypeError):
+        return None
+    return found_s + 0.5 - now_s
+
+
+def _why(text: str) -> str:
+    try:
+        document: Any = json.loads(text)
+    except ValueError:
+        return text[:120]
+    found = document.get("why") if isinstance(document, dict) else None
+    return str(found or text)[:160]
+
+
+async def _grpc(name: str, address: str, token: str = "") -> Finding:
+    """The standard health service; one that has none (the actuator) is asked for its list."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    label = f"{name} (gRPC)"
+    try:
+        if name == "actuator":
+            found = await _instances(address, token)
+            return Finding(AREA, label, "ok", f"{address} answers, {found} workers allocated")
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S_MAX)
+    except grpc.RpcError as error:
+        said = getattr(error, "details", lambda: "")() or str(error)
+        return Finding(
+            AREA, label, "fail", f"{address}: {said}", "check that it runs and listens there"
+        )
+    except ReadyplaneError as error:
+        return Finding(AREA, label, "fail", f"{address}: {error}", "stop `up` and start it again")
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        remedy = f"wait a moment; then see {name}'s log"
+        return Finding(AREA, label, "fail", f"{address} is not serving", remedy)
+    return Finding(AREA, label, "ok", f"{address} is serving")
+
+
+async def _instances(address: str, token: str) -> int:
+    from readyplane.client import ActuatorClient
+
+    client = ActuatorClient(address, token)
+    try:
+        return sum(i.state in {"pending", "running"} for i in await client.list_instances())
+    finally:
+        await client.aclose()
+
+
+async def _planner(where: Where) -> AsyncIterator[Finding]:
+    from readyplane.kit.clock import SystemClock
+
+    try:
+        async with planner_of(where) as planner:
+            state = await within(planner.state(), ANSWER_S_MAX, "the planner")
+    except ReadyplaneError as error:
+        remedy = "wait for its first tick" if isinstance(error, Unavailable) else "see its log"
+        yield Finding(AREA, "planner's view", "fail", str(error), remedy)
+        return
+    age_s = SystemClock().wall_s() - float(state["now_s"])
+    degraded = state.get("degraded")
+    if abs(age_s) > STATE_AGE_S_MAX:
+        remedy = "see planner.log: it does not tick, or its clock is off"
+        yield Finding(AREA, "planner's view", "fail", f"{age_s:.0f} s old", remedy)
+    elif degraded:
+        yield Finding(AREA, "planner's view", "warn", f"degraded: {degraded}", "see what it names")
+    else:
+        yield Finding(AREA, "planner's view", "ok", f"model {state['model']}, {_pools(state)}")
+    if state.get("paused"):
+        remedy = "let go with `readyplane policy set paused=false`"
+        yield Finding(AREA, "planner", "warn", "paused: targets are held", remedy)
+    for worker in state.get("workers", ()):
+        start = worker.get("start") or {}
+        if worker["state"] == "stalled" or start.get("failure"):
+            said = start.get("failure") or "has work and makes no progress"
+            remedy = f"drain it: `readyplane drain {worker['worker_id']}`"
+            yield Finding(AREA, f"worker {worker['worker_id']}", "warn", said, remedy)
+
+
+def _pools(state: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {pool['ready']} ready of {pool['desired']} desired"
+        for name, pool in state["pools"].items()
+    )

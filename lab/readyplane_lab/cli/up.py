@@ -1,0 +1,170 @@
+"""`readyplane up`: flags become options of `readyplane_lab.up`, which does the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from readyplane.core.errors import InvalidField
+from readyplane_lab.cli.flags import examples, switch
+
+EXAMPLES = examples(
+    "readyplane up",
+    "readyplane up --quick",
+    "readyplane up --trace azure2023_conv.csv.zst --speed 4",
+    "readyplane up --no-load --data-dir ~/readyplane --page-port 8080",
+    "readyplane up --database-url postgresql+asyncpg://user:secret@db/readyplane"
+    " --redis-url redis://cache:6379/0",
+)
+TRAFFIC, STORES, FLEET, REPORT = "Traffic", "Data and stores", "Fleet", "What it tells"
+RATE_RPS = 5.5
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def up(
+    quick: Annotated[
+        bool, switch("--quick", text="Self-check of about a minute; exits 1 if it fails.")
+    ] = False,
+    no_load: Annotated[
+        bool,
+        switch("--no-load", text="Only the system, no traffic.", panel=TRAFFIC),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Drive a real trace: Azure CSV or Mooncake JSONL, plain or .zst.",
+            rich_help_panel=TRAFFIC,
+        ),
+    ] = None,
+    speed: Annotated[
+        float, typer.Option(metavar="X", help="Compress time X-fold.", rich_help_panel=TRAFFIC)
+    ] = 1.0,
+    duration: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="End the traffic after so many seconds (default: end of the trace, or Ctrl-C).",
+            rich_help_panel=TRAFFIC,
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="R",
+            help=f"Mean requests/s of the built-in conversation workload (default: {RATE_RPS:g}).",
+            rich_help_panel=TRAFFIC,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Of every random draw.", rich_help_panel=TRAFFIC)
+    ] = 1,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep data there (default: a temporary folder).",
+            rich_help_panel=STORES,
+        ),
+    ] = None,
+    database_url: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Use this PostgreSQL (default: an own one).",
+            rich_help_panel=STORES,
+            show_default=False,
+        ),
+    ] = "",
+    redis_url: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Use this Redis or Valkey (default: an own one).",
+            rich_help_panel=STORES,
+            show_default=False,
+        ),
+    ] = "",
+    page_port: Annotated[
+        int,
+        typer.Option(metavar="PORT", help="Of the page, 0: any free.", rich_help_panel=REPORT),
+    ] = 0,
+    gateway_port: Annotated[
+        int,
+        typer.Option(metavar="PORT", help="Of the OpenAI API, 0: any.", rich_help_panel=REPORT),
+    ] = 0,
+    model_mb: Annotated[
+        float,
+        typer.Option(metavar="MB", help="Size of the demo model's weights.", rich_help_panel=FLEET),
+    ] = 300,
+    workers_max: Annotated[
+        int,
+        typer.Option(metavar="N", help="Places for workers (GPUs).", rich_help_panel=FLEET),
+    ] = 12,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="YAML or JSON over the demo's policy.", rich_help_panel=FLEET
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the summary as JSON.", rich_help_panel=REPORT),
+    ] = None,
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Send traces there (OTLP over gRPC).",
+            rich_help_panel=REPORT,
+            show_default=False,
+        ),
+    ] = "",
+    log_level: Annotated[
+        str,
+        typer.Option(
+            metavar="LEVEL",
+            help="Of the services: " + ", ".join(LEVELS) + ".",
+            rich_help_panel=REPORT,
+        ),
+    ] = "info",
+    plain: Annotated[
+        bool,
+        switch("--plain", text="Lines instead of a live terminal.", panel=REPORT),
+    ] = False,
+) -> None:
+    """Run the whole system on this machine: stores, services, workers, traffic and a page.
+
+    It ends with the traffic or with Ctrl-C, and leaves nothing running.
+    """
+    if rate is not None and trace is not None:
+        raise InvalidField("--rate", rate, "leave it out: a trace has its own arrivals (--speed)")
+    if log_level.lower() not in LEVELS:
+        raise InvalidField("--log-level", log_level, "write one of " + ", ".join(LEVELS))
+    from readyplane_lab.up.options import UpOptions
+    from readyplane_lab.up.run import main
+
+    options = UpOptions(
+        quick=quick,
+        load=not no_load,
+        trace=trace,
+        speed=speed,
+        duration_s=duration,
+        rate_rps=RATE_RPS if rate is None else rate,
+        seed=seed,
+        data_dir=data_dir,
+        database_url=database_url,
+        redis_url=redis_url,
+        page_port=page_port,
+        gateway_port=gateway_port,
+        model_bytes=round(model_mb * 1e6),
+        workers_max=workers_max,
+        policy_file=policy,
+        report_file=report,
+        otlp_endpoint=otlp_endpoint,
+        log_level=log_level.lower(),
+        plain=plain,
+    )
+    raise typer.Exit(main(options))

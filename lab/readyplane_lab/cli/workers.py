@@ -1,0 +1,319 @@
+"""`readyplane workers` and `readyplane drain`: the fleet as the router knows it.
+
+Owns the row of a worker, as document and as table. What was ordered but has no lease yet is known
+to the planner alone, and is added when that can be asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError, Refused
+from readyplane_lab.cli import output
+from readyplane_lab.cli.faults import note
+from readyplane_lab.cli.flags import Json, examples, switch
+from readyplane_lab.cli.where import (
+    PlannerAddress,
+    RouterAddress,
+    Where,
+    find,
+    planner_of,
+    router_of,
+    run,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from readyplane.core.worker import Fleet, Worker
+
+EXAMPLES = examples(
+    "readyplane workers",
+    "readyplane workers --watch",
+    "readyplane workers --json | jq '.workers[] | select(.state == \"ready\").worker_id'",
+)
+DRAIN_EXAMPLES = examples(
+    "readyplane drain p-3-9f2c",
+    "readyplane drain d-1-9f2c --reason 'kernel update' --deadline 120 --wait",
+)
+EVERY_S = 1.0
+PLANNER_S_MAX = 2.0
+WAIT_MORE_S = 30.0
+STARTING = ("ordered", "provisioned")
+ROW = (
+    *("worker_id", "incarnation", "role", "state", "model", "worker_class", "node", "generation"),
+    *("epoch", "mode", "tier", "attached", "engine_url", "active", "kv_usage"),
+)
+SAME = ("worker_class", "node", "generation", "mode", "tier")
+
+
+def workers(
+    model: Annotated[str, typer.Option(metavar="M", help="Only of this model.")] = "",
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", "-w", help="Once a second until Ctrl-C (with --json: a line each)."
+        ),
+    ] = False,
+    json: Json = False,
+    router: RouterAddress = "",
+    planner: PlannerAddress = "",
+) -> None:
+    """List the workers: state, load, T_ready and what a start is waiting for.
+
+    T_ready is from order to routable; `longest` is the segment with the largest share of it.
+    A start that is under way shows the segment it waits in.
+    The decision is shown by its end, which `readyplane explain` takes.
+    """
+    where = find("router", router=router, planner=planner)
+    run(_watch(where, model, as_json=json) if watch else _once(where, model, as_json=json))
+
+
+async def _once(where: Where, model: str, *, as_json: bool) -> None:
+    async with router_of(where) as router:
+        fleet = await router.list_workers(model)
+    document = fleet_document(fleet, await _ordered(where, model, fleet))
+    if as_json:
+        output.emit(document)
+        return
+    screen = output.console()
+    screen.print(fleet_table(document))
+
+
+async def _watch(where: Where, model: str, *, as_json: bool) -> None:
+    from rich.live import Live
+
+    from readyplane.core.errors import Unavailable
+    from readyplane.core.worker import Fleet
+    from readyplane.kit.clock import SystemClock
+
+    clock = SystemClock()
+    last: dict[str, Any] = fleet_document(Fleet(), [])
+    async with router_of(where) as router:
+        live = None if as_json else Live(console=output.console(), auto_refresh=False)
+        if live is not None:
+            live.start()
+        try:
+            while True:
+                try:
+                    fleet = await router.list_workers(model)
+                    last = fleet_document(fleet, await _ordered(where, model, fleet, quiet=True))
+                except Unavailable as error:
+                    last = {**last, "degraded": str(error)}
+                if live is None:
+                    output.emit(last, line=True)
+                else:
+                    live.update(fleet_table(last), refresh=True)
+                await clock.sleep(EVERY_S)
+        finally:
+            if live is not None:
+                live.stop()
+
+
+async def _ordered(
+    where: Where, model: str, fleet: Fleet, *, quiet: bool = False
+) -> list[dict[str, Any]]:
+    """Rows of what the planner has ordered and the router has not heard of."""
+    if not where.planner:
+        return []
+    from readyplane_lab.cli.where import within
+
+    try:
+        async with planner_of(where) as planner:
+            state = await within(planner.state(model), PLANNER_S_MAX, "the planner")
+    except ReadyplaneError as error:
+        if not quiet and not isinstance(error, NotFound):
+            note(f"workers that are only ordered are not shown: {error}")
+        return []
+    rows = state.get("workers", [])
+    return [r for r in rows if r["state"] == "ordered" and r["worker_id"] not in fleet.workers]
+
+
+def fleet_document(fleet: Fleet, ordered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`{"version", "degraded", "workers": [row]}`; null is not known."""
+    rows = [worker_row(w) for w in fleet.workers.values()]
+    rows += [row_of(state) for state in ordered]
+    rows.sort(key=lambda r: (r["role"] != "prefill", r["state"], r["worker_id"]))
+    return {"version": fleet.version, "degraded": fleet.degraded, "workers": rows}
+
+
+def worker_row(worker: Worker) -> dict[str, Any]:
+    """One worker as a document."""
+    from readyplane_planner.starts import start_document
+
+    offer, load = worker.offer, worker.load
+    usage = None
+    if load.kv_used_blocks is not None and load.kv_total_blocks:
+        usage = load.kv_used_blocks / load.kv_total_blocks
+    return row_of(
+        {
+            **{
+                name: str(getattr(offer, name))
+                for name in ("worker_id", "incarnation", "role", "model", "worker_class", "node")
+            },
+            "state": str(worker.state),
+            "mode": str(offer.mode),
+            "tier": str(worker.serving.tier) if worker.serving is not None else None,
+            "generation": offer.generation,
+            "epoch": worker.epoch,
+            "attached": offer.attached,
+            "engine_url": worker.serving.engine_url if worker.serving is not None else None,
+            "active": worker.active,
+            "kv_usage": usage,
+            "scale_decision_id": offer.scale_decision_id,
+            "start": start_document(worker),
+            "checks": [
+                {"name": c.name, "passed": c.passed, "reason": c.reason} for c in worker.checks
+            ],
+            "drain_reason": worker.drain_reason,
+        }
+    )
+
+
+def row_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of the command from a row of a state document: fixed keys, null where not known."""
+    start = state.get("start") or {}
+    ready = state["state"] not in STARTING
+    row = {key: state.get(key) for key in ROW}
+    return {
+        **row,
+        "tier": None if row["tier"] == "unknown" else row["tier"],
+        "decision": state.get("scale_decision_id") or None,
+        "t_ready_s": start.get("wall_s") if ready else None,
+        "starting_s": None if ready else start.get("wall_s"),
+        "dominant_segment": start.get("dominant_segment"),
+        "dominant_s": (start.get("exclusive_s") or {}).get(start.get("dominant_segment")),
+        "blocking_segment": start.get("blocking_segment"),
+        "failure": start.get("failure") or None,
+        "log_tail": start.get("log_tail") or None,
+        "drain_reason": state.get("drain_reason") or None,
+        "checks_failed": [c["name"] for c in state.get("checks", ()) if not c["passed"]],
+    }
+
+
+def fleet_table(document: Mapping[str, Any]) -> Table:
+    """The fleet for a person; what all workers share stands below the table."""
+    rows: Sequence[Mapping[str, Any]] = document["workers"]
+    columns = ("worker", "role", "state", "epoch", "active", "KV", "T_ready", "longest", "decision")
+    differing = [key for key in SAME if len({r[key] for r in rows if r[key] is not None}) > 1]
+    shown = [*columns[:3], *(_title(key) for key in differing), *columns[3:]]
+    fixed = ("worker", "role", "state", "decision")
+    made = output.table(*shown, right=("epoch", "active", "KV", "T_ready"), fixed=fixed)
+    for row in rows:
+        made.add_row(*_cells(row, differing))
+    same = [
+        f"{_title(key)} {next((r[key] for r in rows if r[key] is not None), output.NOT_KNOWN)}"
+        for key in SAME
+        if key not in differing
+    ]
+    made.caption = ", ".join(same) if rows else "no workers"
+    if document["degraded"]:
+        made.caption += f"\n[yellow]degraded: {document['degraded']}[/yellow]"
+    return made
+
+
+def _title(key: str) -> str:
+    return {"worker_class": "class", "generation": "gen"}.get(key, key)
+
+
+def _cells(row: Mapping[str, Any], differing: Sequence[str]) -> list[str]:
+    colour = {"ready": "green", "draining": "yellow", "stalled": "red"}.get(row["state"], "cyan")
+    if row["blocking_segment"]:
+        segment = f"waits in {row['blocking_segment']}"
+    elif row["dominant_segment"]:
+        segment = f"{row['dominant_segment']} {output.seconds(row['dominant_s'], 1)}"
+    else:
+        segment = output.NOT_KNOWN
+    if row["failure"]:
+        segment = f"[red]{row['failure']}[/red]"
+    took = row["t_ready_s"] if row["starting_s"] is None else row["starting_s"]
+    return [
+        row["worker_id"],
+        row["role"],
+        f"[{colour}]{row['state']}[/{colour}]",
+        *(str(row[key] if row[key] is not None else output.NOT_KNOWN) for key in differing),
+        str(row["epoch"] or output.NOT_KNOWN),
+        output.number(row["active"]),
+        output.share(row["kv_usage"]),
+        output.seconds(took, 1) + ("…" if row["starting_s"] is not None else ""),
+        segment,
+        (row["decision"] or output.NOT_KNOWN).rpartition("-")[2],
+    ]
+
+
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, or a unique beginning.")],
+    deadline: Annotated[
+        float, typer.Option(metavar="S", help="Longest drain; what runs then is ended.")
+    ] = 300.0,
+    reason: Annotated[
+        str, typer.Option(metavar="TEXT", help="Kept with the worker.")
+    ] = "asked for by a person",
+    wait: Annotated[bool, switch("--wait", text="Until it has left.")] = False,
+    json: Json = False,
+    router: RouterAddress = "",
+) -> None:
+    """Drain one worker: no new work from now on, streams are finished, then it leaves.
+
+    The planner replaces it if its pool needs it.
+    """
+    if not (math.isfinite(deadline) and deadline > 0):
+        raise InvalidField("--deadline", deadline, "give seconds above 0")
+    where = find("router", router=router)
+    run(_drain(where, worker, deadline, reason, wait=wait, as_json=json))
+
+
+async def _drain(
+    where: Where, given: str, deadline_s: float, reason: str, *, wait: bool, as_json: bool
+) -> None:
+    from readyplane.kit.clock import SystemClock
+
+    clock = SystemClock()
+    async with router_of(where) as router:
+        worker_id = match(given, (await router.list_workers()).workers)
+        drained = await router.drain(worker_id, reason=reason, deadline_s=deadline_s)
+        began_s = clock.monotonic_s()
+        left = False
+        if wait:
+            with output.console(stderr=True).status(f"{worker_id} drains") as status:
+                while not left and clock.monotonic_s() - began_s < deadline_s + WAIT_MORE_S:
+                    await clock.sleep(0.25)
+                    now = (await router.list_workers()).workers.get(worker_id)
+                    left = now is None or str(now.state) == "gone" or now.epoch != drained.epoch
+                    if now is not None and not left:
+                        status.update(f"{worker_id} drains, {now.active} requests are finishing")
+    took_s = clock.monotonic_s() - began_s
+    if as_json:
+        row = worker_row(drained)
+        output.emit({"worker": row, "left": left if wait else None, "waited_s": took_s})
+    elif wait and left:
+        print(f"{worker_id} has left after {took_s:.1f} s")
+    elif not wait:
+        print(f"{worker_id} drains ({drained.active} requests are finishing)")
+    if wait and not left:
+        raise Refused(
+            f"end of {worker_id}",
+            [f"it has not left {took_s:.0f} s after the order to drain"],
+            "look at it with `readyplane workers`",
+        )
+
+
+def match(given: str, known: Mapping[str, object]) -> str:
+    """The worker id that is meant: itself, or the one that begins so.
+
+    Raises:
+        NotFound: none does. InvalidField: several do.
+    """
+    if given in known:
+        return given
+    found = sorted(name for name in known if given and name.startswith(given))
+    if not found:
+        ids = ", ".join(sorted(known)[:8]) or "there are none"
+        raise NotFound("worker", given, f"use one of: {ids}")
+    if len(found) > 1:
+        raise InvalidField("WORKER", given, f"write more of it: {', '.join(found[:8])}")
+    return found[0]
