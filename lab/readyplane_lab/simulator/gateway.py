@@ -116,6 +116,7 @@ class SimGateway:
             try:
                 return await self._legs(request, shape, pair, began_s, failed, bool(attempt))
             except LegFailed as error:
+                self._drop(pair, shape.request_id)
                 await self._tell(
                     pair, EventKind.LEG_FAILED, failed_worker_id=failed.worker_id, detail=error.why
                 )

@@ -45,12 +45,15 @@ class WorldOptions:
     Attributes:
         policy: planner policy document. seed: of start-ups. startup: how starts take time.
         link: between prefill and decode workers.
+        crashes: (seconds since the first arrival, role): the longest-serving worker of that role
+            is gone without a word.
     """
 
     policy: Mapping[str, Any]
     seed: int = 1
     startup: StartUpModel = field(default_factory=StartUpModel)
     link: LinkClass = LINK
+    crashes: tuple[tuple[float, Role], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ class World:
         self.living: dict[str, SimWorker] = {}
         self.everyone: dict[str, SimWorker] = {}
         self.policy = read_policy(options.policy)
-        self.manifest = _manifest(self.policy.model)
+        self.manifest = one_tensor_manifest(self.policy.model)
         names = {self.policy.prefill.profile, self.policy.decode.profile}
         self.profiles = {name: profiles.load(name) for name in sorted(names)}
         self._sources = WeightSources(options.startup, clock=self.clock)
@@ -225,14 +228,18 @@ class World:
         async with self._services():
             await self._first_pair()
             began_s, began_wall_s = self.clock.monotonic_s(), self.clock.wall_s()
-            sampling = asyncio.create_task(self._sampling(began_s))
+            side = [asyncio.create_task(self._sampling(began_s))]
+            side += [
+                asyncio.create_task(self._crash(began_s + at_s, role))
+                for at_s, role in self.options.crashes
+            ]
             async with asyncio.TaskGroup() as group:
                 for request in requests:
                     await self.clock.sleep(began_s + request.at_s - self.clock.monotonic_s())
                     group.create_task(self.gateway.serve(request))
-            sampling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sampling
+            for task in side:
+                task.cancel()
+            await asyncio.gather(*side, return_exceptions=True)
             ended_s = self.clock.monotonic_s()
             decisions = await self.planner.list_decisions(
                 model=self.policy.model, limit=100_000, changes_only=True
@@ -270,6 +277,14 @@ class World:
             await self.clock.sleep(0.1)
         failures = {w.order.worker_id: w.failure for w in self.everyone.values() if w.failure}
         raise NotFound("ready pair", self.policy.model, f"starts failed: {failures or 'none'}")
+
+    async def _crash(self, at_s: float, role: Role) -> None:
+        await self.clock.sleep(at_s - self.clock.monotonic_s())
+        serving = [
+            w for w in self.living.values() if w.order.role is role and w.ready_s is not None
+        ]
+        if serving:
+            min(serving, key=lambda w: w.ready_s or 0.0).crash("crashed")
 
     async def _sampling(self, began_s: float) -> None:
         while True:
@@ -313,7 +328,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _manifest(model: str) -> Manifest:
+def one_tensor_manifest(model: str) -> Manifest:
     """An artifact of one tensor: the simulator moves no bytes, but the gate asks for identity."""
     zero = "0" * 32
     return Manifest(

@@ -123,7 +123,14 @@ async def _up(options: UpOptions, workload: Workload, console: Console, clock: C
     finally:
         terminal.close()
     left = tuple(f"pid {pid}" for pid, _ in carriers({run.run_id})) if run.run_id else ()
-    ended = Ended(left, run.worker_seconds, run.restarts, clock.monotonic_s() - began_s)
+    first_s = run.tally.first_answer_s
+    ended = Ended(
+        left,
+        run.worker_seconds,
+        run.restarts,
+        clock.monotonic_s() - began_s,
+        None if first_s is None else first_s - began_s,
+    )
     print_summary(console, run.seen, run.tally, ended, workload=workload.text)
     conditions = verdict(run.seen, run.tally, ended) if options.quick else []
     for condition in conditions:

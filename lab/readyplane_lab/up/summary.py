@@ -32,12 +32,16 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What is known once everything has been stopped."""
+    """What is known once everything has been stopped.
+
+    `first_answer_s`: from the beginning of the run to the first answered request.
+    """
 
     left_running: tuple[str, ...]
     worker_seconds: Mapping[str, float]
     service_restarts: Mapping[str, int]
     seconds: float
+    first_answer_s: float | None = None
 
 
 def verdict(seen: Seen, tally: Tally, ended: Ended) -> list[Condition]:
@@ -100,6 +104,7 @@ def report(
     return {
         "workload": workload,
         "seconds": ended.seconds,
+        "first_answer_s": ended.first_answer_s,
         "requests": {
             "sent": tally.sent,
             **{str(o): tally.outcomes[o] for o in Outcome},
