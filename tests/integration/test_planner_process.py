@@ -91,7 +91,7 @@ async def test_the_process_serves_alone_says_so_and_stops(
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while not ready.exists():
                 assert process.returncode is None, "it ended by itself"
                 await asyncio.sleep(0.1)

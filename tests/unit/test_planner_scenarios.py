@@ -666,11 +666,11 @@ async def test_of_two_planners_one_acts() -> None:
     assert "standing by; a leads" in (await second.service.state())["degraded"]
     before = len(w.provisions)
     await second.step(15)  # the first says nothing any more
-    box = w.members(Role.PREFILL, WorkerState.READY)[0]
-    box.exited_s, box.state, box.failed = w.clock.now_s, WorkerState.GONE, True
+    for box in w.members(Role.PREFILL, WorkerState.READY):
+        box.exited_s, box.state, box.failed = w.clock.now_s, WorkerState.GONE, True
     await second.step(25)
     assert second.desired[-1][1] >= 3
-    assert len(w.provisions) <= before + 3
+    assert before < len(w.provisions) <= before + 6
     old_epoch = 1
     assert w.leader_epoch > old_epoch
     with pytest.raises(StaleEpoch):

@@ -7,6 +7,7 @@ import pytest
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import LoadReport, Role, Worker, WorkerOffer, WorkerState
 from readyplane_planner.signals import (
+    SHRINK_NEEDS,
     Kind,
     Latency,
     Observation,
@@ -33,7 +34,7 @@ def sample(taken_s: float, **changes: object) -> RouterSample:
         "arrivals_total": 100.0,
         "arrival_tokens_total": 100_000.0,
         "arrival_uncached_tokens_total": 80_000.0,
-        "output_tokens_total": 20_000.0,
+        "finished_total": 90.0,
     }
     counters.update(changes.pop("counters", {}))  # type: ignore[call-overload]
     gauges: dict[str, object] = dict.fromkeys(GAUGES, 0.0)
@@ -67,7 +68,7 @@ def more(**grown: float) -> dict[str, float]:
         "arrivals_total": 100.0,
         "arrival_tokens_total": 100_000.0,
         "arrival_uncached_tokens_total": 80_000.0,
-        "output_tokens_total": 20_000.0,
+        "finished_total": 90.0,
     }
     return {name: base[name] + value for name, value in grown.items()}
 
@@ -81,16 +82,15 @@ def test_rates_are_tokens_a_second() -> None:
                 arrivals_total=10,
                 arrival_tokens_total=10_000,
                 arrival_uncached_tokens_total=6_000,
-                output_tokens_total=400,
+                finished_total=8,
             ),
         ),
     )
     assert seen.arrivals.value == 5.0
     assert seen.prompt_work.value == 5_000.0
     assert seen.prefill_work.value == 3_000.0
-    assert seen.output.value == 200.0
-    assert {s.unit for s in (seen.prefill_work, seen.decode_work)} == {"tokens/s"}
-    assert seen.decode_work.value == pytest.approx(5.0 * seen.lengths.osl)
+    assert seen.finished.value == 4.0
+    assert {s.unit for s in (seen.prefill_work, seen.prompt_work)} == {"tokens/s"}
     assert not seen.unknown()
 
 
@@ -124,7 +124,7 @@ def test_an_answer_without_the_model_is_no_zero() -> None:
     seen = look(sample(100.0), empty)
     assert seen.arrivals.kind is Kind.MISSING
     assert not seen.idle
-    assert set(seen.unknown()) == {"arrivals", "prefill_work", "decode_work", "queue", "in_flight"}
+    assert set(seen.unknown()) == set(SHRINK_NEEDS)
 
 
 def test_idle_is_known_and_no_data_is_not() -> None:

@@ -68,7 +68,8 @@ class Series:
     Attributes:
         peak: largest rate of a window, fading over PEAK_TAU_S.
         total: work integrated since `begun_s`, in tokens. recent: (time, total) of the last 30 s.
-        scores: (residual of the largest rate, as a share of the scale, and its horizon).
+        scores: residual of the largest rate, as a share of the scale, over the square root of its
+            horizon in seconds.
         miss: the adaptive miss rate. covered, judged: how often the bound held.
         clamps: forecasts that an expert put below zero (B17).
     """
@@ -83,7 +84,7 @@ class Series:
     holt_trend: float = 0.0
     losses: tuple[float, ...] = (0.0,) * len(EXPERTS)
     pending: tuple[Pending, ...] = ()
-    scores: tuple[tuple[float, float], ...] = ()
+    scores: tuple[float, ...] = ()
     miss: float | None = None
     judged: int = 0
     covered: int = 0
@@ -256,13 +257,10 @@ def _margin(series: Series, horizon_s: float, knobs: Knobs) -> float:
     count = len(series.scores)
     if count == 0:
         return prior
-    stretched = sorted(
-        score * min(3.0, max(0.33, math.sqrt(horizon_s / of_s))) if score > 0 else score
-        for score, of_s in series.scores
-    )
+    ranked = sorted(series.scores)
     miss = 1.0 - knobs.quantile if series.miss is None else series.miss
     place = min(count - 1, max(0, math.ceil((1.0 - miss) * (count + 1)) - 1))
-    measured = max(0.0, stretched[place])
+    measured = max(0.0, ranked[place]) * math.sqrt(horizon_s)
     weight = min(1.0, count / SCORES_FEW)
     return weight * measured + (1.0 - weight) * max(prior, measured)
 
@@ -310,7 +308,9 @@ def _score(series: Series, item: Pending, *, now_s: float, warm: bool, knobs: Kn
     score = (item.peak - item.level) / max(item.scale, 1.0)
     return replace(
         series,
-        scores=(*series.scores, (min(score, 10.0), item.due_s - item.made_s))[-SCORES_MAX:],
+        scores=(*series.scores, min(score, 10.0) / math.sqrt(item.due_s - item.made_s))[
+            -SCORES_MAX:
+        ],
         miss=min(0.5, max(0.002, miss + knobs.aci_step * (target - missed))),
         judged=series.judged + 1,
         covered=series.covered + (1 if over <= 0 else 0),

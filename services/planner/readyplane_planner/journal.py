@@ -18,7 +18,7 @@ from readyplane.core.identity import digest_of_bytes
 from readyplane_planner.decide import Decision, Memory, Plan, decide
 from readyplane_planner.signals import Observation
 
-LIST_MAX = 1000
+LIST_MAX = 10_000
 OUTCOMES_MAX = 2000
 """Outcomes of one decision that are given back at most."""
 

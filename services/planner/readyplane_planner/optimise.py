@@ -7,8 +7,10 @@ optimiser replaces `size` and nothing else; guard stays outside it (R23.2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from readyplane_planner import capacity
 from readyplane_planner.capacity import DecodeModel, PrefillModel, Supply
@@ -19,14 +21,21 @@ class Demand:
     """What a pool has to serve: tokens/s expected, its bound, and what waits already.
 
     Attributes:
-        backlog: prompt tokens waiting (P). sequences, kv: running now (D).
+        upper: largest rate of a short window. sustained: the part of it that lasts, None for all:
+            the rest is noise of single arrivals, which the queue of the model already holds.
+        backlog: prompt tokens waiting (P). sequences: running now (D).
     """
 
     level: float
     upper: float
+    sustained: float | None = None
     backlog: float = 0.0
     sequences: float = 0.0
-    kv: float = 0.0
+
+    @property
+    def lasting(self) -> float:
+        """Tokens/s that have to be served all the time."""
+        return self.upper if self.sustained is None else self.sustained
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class Problem:
         t_ready_s: per pool, until a worker ordered now serves. catch_up_s: a backlog is cleared
             within that time once the capacity is there. headroom: demand is raised by that share.
         band: further share that must fit before anything shrinks (hysteresis).
-        quantile: of TTFT. budget_gpus: of both pools together.
+        quantile: of TTFT. window_s: that `upper` is the rate of. budget_gpus: of both pools.
     """
 
     prefill: PrefillModel
@@ -65,6 +74,7 @@ class Problem:
     headroom: float = 0.1
     band: float = 0.2
     quantile: float = 0.9
+    window_s: float = 10.0
     budget_gpus: int | None = None
 
 
@@ -146,7 +156,7 @@ def prefill_workers(
     model, demand, bounds = problem.prefill, problem.demand_p, problem.bounds_p
     if model.rate <= 0:
         return bounds.low
-    wanted = demand.upper * share
+    wanted = demand.lasting * share
     left = capacity.backlog_after(
         backlog=demand.backlog,
         demand=wanted,
@@ -158,10 +168,12 @@ def prefill_workers(
     slack_s = max(0.0, problem.ttft_target_s - model.own_s - model.overhead_s)
     # Workers that only clear a queue are let go again: not faster than it pays to start them.
     clear_s = max(problem.catch_up_s, problem.t_ready_p_s / 2.0)
+    # Within a window of the bound's length the queue may take what the slack allows.
+    burst = demand.upper * share * problem.window_s / (problem.window_s + slack_s * 0.5)
     for n in range(max(1, bounds.low), bounds.high + 1):
         rate = n * model.rate
         excess = max(0.0, left - rate * slack_s * 0.5)
-        if wanted + excess / clear_s > rate:
+        if max(burst, wanted + excess / clear_s) > rate:
             continue
         wait_s = capacity.waiting_s(
             demand=wanted,
@@ -186,20 +198,23 @@ def decode_workers(
     rate = model.rate_at(problem.tpot_target_s)
     if rate <= 0:
         return bounds.low
-    wanted = max(demand.upper * share, _handed_over(problem, prefill_count))
-    if wanted > demand.upper * share and reasons is not None:
+    wanted = max(demand.lasting * share, _handed_over(problem, prefill_count))
+    if wanted > demand.lasting * share and reasons is not None:
         reasons.append(("decode_for_prefill", "D grows to absorb the backlog that P clears"))
-    # Sequences that run now still hold their place when the new worker comes.
-    residence_s = model.osl * problem.tpot_target_s
-    lasting = demand.sequences * max(0.0, 1.0 - problem.t_ready_d_s / max(1e-9, residence_s))
+    # Sequences that are there now fade out over their residence while new ones come in.
+    residence_s = max(1e-9, model.osl * problem.tpot_target_s)
+    fade = math.exp(-problem.t_ready_d_s / residence_s)
     most = model.sequences_at(problem.tpot_target_s)
+    chance = NormalDist().inv_cdf(problem.quantile)
     for n in range(max(1, bounds.low), bounds.high + 1):
         sequences = capacity.steady_sequences(model, demand=wanted, workers=n)
-        held = max(sequences, lasting)
+        # Sequences come and go by chance: plan for the quantile of their number, not its mean.
+        held = sequences + chance * math.sqrt(sequences)
+        held = max(held, sequences + (demand.sequences - sequences) * fade)
         memory = capacity.KV_FILL_MAX * model.kv_tokens * n
         fits = wanted <= n * rate and held <= n * most and held * model.context <= memory
         if fits:
-            return bounds.low if wanted <= 0 and lasting <= 0 else n
+            return bounds.low if wanted <= 0 and demand.sequences <= 0 else n
     if reasons is not None:
         reasons.append(("decode_at_max", f"{bounds.high} D workers do not reach the TPOT target"))
     return bounds.high
@@ -220,7 +235,7 @@ def _handed_over(problem: Problem, prefill_count: int) -> float:
 
 def _absorbed(problem: Problem, p: int, d: int, reasons: list[tuple[str, str]]) -> tuple[int, int]:
     """Cut P to what D at its own limit can take; what is cut would only have been stranded."""
-    demand_p, demand_d = problem.demand_p.upper, problem.demand_d.upper
+    demand_p, demand_d = problem.demand_p.lasting, problem.demand_d.lasting
     if d < problem.bounds_d.high or demand_p <= 0 or demand_d <= 0 or p <= problem.bounds_p.low:
         return p, 0
     most = problem.decode.rate_at(problem.tpot_target_s) * d

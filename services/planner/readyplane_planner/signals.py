@@ -20,7 +20,7 @@ HUGE = 1e15
 """No counter, gauge or latency of one model is larger; what is larger is a broken sample (B01)."""
 
 # What must be known before a pool may shrink (B05: partial data never shrinks).
-SHRINK_NEEDS = ("arrivals", "prefill_work", "decode_work", "queue", "in_flight")
+SHRINK_NEEDS = ("arrivals", "prefill_work", "finished", "queue", "in_flight", "decoding")
 KNOWN_LENGTHS_MIN = 20.0
 
 
@@ -127,6 +127,7 @@ class WorkerView:
         active, promised_prefill_tokens, promised_kv_blocks: assigned by the router, so never
             older than a dispatch (B64).
         prefill_rate: tokens/s measured while it was busy all the time; iteration_s: likewise.
+        decode_rate: output tokens/s since its last report.
     """
 
     worker_id: str
@@ -152,6 +153,7 @@ class WorkerView:
     kv_usage: float | None = None
     prefill_rate: float | None = None
     iteration_s: float | None = None
+    decode_rate: float | None = None
     kv_tokens: float | None = None
     failure: str = ""
 
@@ -174,7 +176,7 @@ class Observation:
     Attributes:
         arrivals: requests/s. prompt_work: prompt tokens/s arriving, prefill_work: those of them
             that no prefix cache held.
-        decode_work: expected output tokens/s of what arrives. output: tokens/s served.
+        finished: requests/s. generated: output tokens/s as the decode engines count them.
         queue: prompt tokens waiting in router and engines and not yet computed (R4.2).
         in_flight: requests queued, in prefill or decoding.
         decoding, remaining, kv: sequences, tokens to come, KV tokens resident in the D pool.
@@ -190,8 +192,8 @@ class Observation:
     arrivals: Signal
     prompt_work: Signal
     prefill_work: Signal
-    decode_work: Signal
-    output: Signal
+    finished: Signal
+    generated: Signal
     queue: Signal
     in_flight: Signal
     decoding: Signal
@@ -212,7 +214,7 @@ class Observation:
 
     def signals(self) -> dict[str, Signal]:
         """By name, for the record, the metrics and a person."""
-        work = ("arrivals", "prompt_work", "prefill_work", "decode_work", "output")
+        work = ("arrivals", "prompt_work", "prefill_work", "finished", "generated")
         backlog = ("queue", "in_flight", "decoding", "remaining", "kv")
         return {name: getattr(self, name) for name in (*work, *backlog)}
 
@@ -316,16 +318,14 @@ def observe(
     counts = [gauges[n] for n in ("queued_requests", "prefilling_requests", "decoding_requests")]
     if None not in counts:
         in_flight = sum(c for c in counts if c is not None)
-    arrivals = rate("arrivals_total", "requests/s")
-    decode = arrivals.value * lengths.osl if arrivals.value is not None else None
     return Observation(
         model=model,
         taken_s=now_s,
-        arrivals=arrivals,
+        arrivals=rate("arrivals_total", "requests/s"),
         prompt_work=rate("arrival_tokens_total", "tokens/s"),
         prefill_work=rate("arrival_uncached_tokens_total", "tokens/s"),
-        decode_work=_signal(kind, decode, "tokens/s", age_s, why),
-        output=rate("output_tokens_total", "tokens/s"),
+        finished=rate("finished_total", "requests/s"),
+        generated=gauge(_generated(workers), "tokens/s"),
         queue=gauge(queue, "tokens"),
         in_flight=gauge(in_flight, "requests"),
         decoding=gauge(gauges["decoding_requests"], "sequences"),
@@ -350,7 +350,7 @@ _COUNTERS = (
     "arrivals_total",
     "arrival_tokens_total",
     "arrival_uncached_tokens_total",
-    "output_tokens_total",
+    "finished_total",
 )
 _GAUGES = (
     "queued_requests",
@@ -477,7 +477,7 @@ def _view(worker: Worker, before: Worker | None, router_now_s: float) -> WorkerV
     usage = used / total if used is not None and total else None
     block = worker.serving.block_size if worker.serving is not None else 16
     kv_tokens = float(used * block) if used is not None else None
-    rate, iteration = _measured(worker, before)
+    rate, iteration, decoded = _measured(worker, before)
 
     def age(since: float | None) -> float | None:
         return None if since is None else max(0.0, router_now_s - since)
@@ -507,20 +507,27 @@ def _view(worker: Worker, before: Worker | None, router_now_s: float) -> WorkerV
         kv_usage=usage,
         prefill_rate=rate,
         iteration_s=iteration,
+        decode_rate=decoded,
         kv_tokens=kv_tokens,
         failure=worker.progress.failure if worker.progress is not None else "",
     )
 
 
-def _measured(worker: Worker, before: Worker | None) -> tuple[float | None, float | None]:
-    """(prefill tokens/s, seconds an iteration) where the worker was busy at both ends, else None."""
+def _measured(
+    worker: Worker, before: Worker | None
+) -> tuple[float | None, float | None, float | None]:
+    """(prefill tokens/s, seconds an iteration, output tokens/s) between two reports of one life.
+
+    The first two only where the worker was busy at both ends: else they tell of its load, not of
+    its speed.
+    """
     if before is None or worker.ready_s is None:
-        return None, None
+        return None, None, None
     now, old = worker.load, before.load
     dt_s = (worker.renewed_s - now.age_s) - (before.renewed_s - old.age_s)
     if dt_s <= 0:
-        return None, None
-    rate = iteration = None
+        return None, None, None
+    rate = iteration = decoded = None
     if now.prefill_tokens_total is not None and old.prefill_tokens_total is not None:
         grown = now.prefill_tokens_total - old.prefill_tokens_total
         if grown > 0 and (now.waiting_prefill_tokens or 0) and (old.waiting_prefill_tokens or 0):
@@ -529,4 +536,17 @@ def _measured(worker: Worker, before: Worker | None) -> tuple[float | None, floa
         steps = now.iterations_total - old.iterations_total
         if steps > 0 and (now.running or 0) and (old.running or 0):
             iteration = dt_s / steps
-    return rate, iteration
+    if now.decode_tokens_total is not None and old.decode_tokens_total is not None:
+        decoded = max(0.0, (now.decode_tokens_total - old.decode_tokens_total) / dt_s)
+    return rate, iteration, decoded
+
+
+def _generated(workers: Sequence[WorkerView]) -> float | None:
+    """Output tokens/s of the D pool; None when no worker told.
+
+    Reports come less often than ticks: who has not told in this one counts as the others' mean.
+    """
+    serving = {WorkerState.READY, WorkerState.DRAINING}
+    told = [w.decode_rate for w in workers if w.role.serves(Role.DECODE) and w.state in serving]
+    known = [rate for rate in told if rate is not None]
+    return sum(known) / len(known) * len(told) if known else None

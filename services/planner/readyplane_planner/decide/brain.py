@@ -59,7 +59,8 @@ def decide(
         census("prefill", observation, plan, memory, now_s=now_s),
         census("decode", observation, plan, memory, now_s=now_s),
     )
-    memory = demand.fold(observation, plan, memory, now_s=now_s)
+    serving = len(pools[1].ready) + len(pools[1].draining)
+    memory = demand.fold(observation, plan, memory, serving=serving, now_s=now_s)
     model, memory = demand.needs(observation, plan, memory, now_s=now_s)
     memory = demand.corrected(observation, plan, memory, pools, model)
     seen = _predict(observation, plan, model, pools)
@@ -144,12 +145,12 @@ def _predict(observation: Observation, plan: Plan, model: demand.Needs, pools: B
             horizon_s=model.work_p.horizon_s,
             quantile=plan.slo_quantile,
         )
-    if observation.decoding.known and observation.decode_work.known:
+    if observation.decoding.known and observation.arrivals.known:
         tpot = capacity.predict_tpot(
             model.model_d,
             level=model.work_d.level,
             upper=model.work_d.upper,
-            sequences=observation.decoding.get(),
+            sequences=_sequences(observation, model, pools),
             supply=_supply(pools[1], observation),
             horizon_s=model.work_d.horizon_s,
         )
@@ -171,6 +172,15 @@ def _predict(observation: Observation, plan: Plan, model: demand.Needs, pools: B
     )
 
 
+def _sequences(observation: Observation, model: demand.Needs, pools: Both) -> float:
+    return demand.sequences_ahead(
+        observation,
+        model,
+        prefill_workers=len(pools[0].ready),
+        within_s=model.work_d.horizon_s,
+    )
+
+
 def _supply(pool: Pool, observation: Observation) -> Supply:
     quantiles = observation.t_ready[pool.name]
     etas = sorted(eta_s(c.age_s, quantiles, late=True) for c in pool.coming)
@@ -188,16 +198,23 @@ def _propose(
     reasons: list[Reason],
 ) -> tuple[Proposal | None, Memory]:
     """Ask the optimiser where the demand is known; else only what is certain may grow a pool."""
-    if not (observation.prefill_work.known and observation.decode_work.known):
-        return None, memory
-    if not (observation.queue.known and observation.decoding.known):
+    needed = (observation.arrivals, observation.prefill_work, observation.queue)
+    if not all(signal.known for signal in (*needed, observation.decoding)):
         return None, memory
     problem = Problem(
         prefill=model.model_p,
         decode=model.model_d,
-        demand_p=Demand(model.work_p.level, model.work_p.upper, backlog=observation.queue.get()),
+        demand_p=Demand(
+            model.work_p.level,
+            model.work_p.upper,
+            model.lasting_p,
+            backlog=observation.queue.get(),
+        ),
         demand_d=Demand(
-            model.work_d.level, model.work_d.upper, sequences=observation.decoding.get()
+            model.work_d.level,
+            model.work_d.upper,
+            model.lasting_d,
+            sequences=_sequences(observation, model, pools),
         ),
         supply_p=_supply(pools[0], observation),
         supply_d=_supply(pools[1], observation),
@@ -211,6 +228,7 @@ def _propose(
         headroom=plan.headroom,
         band=plan.band,
         quantile=plan.slo_quantile,
+        window_s=plan.knobs.window_s,
         budget_gpus=plan.budget_gpus,
     )
     if observation.idle:
@@ -242,7 +260,7 @@ def _counts(
     slack_s = max(0.0, plan.ttft_s - model.model_p.own_s)
     most = max(1, len(pools[0].ready)) * model.model_p.rate * slack_s * 0.5
     waiting = observation.queue.known and observation.queue.get() > most
-    sequences = observation.decoding.get()
+    sequences = _sequences(observation, model, pools)
     full = max(1, len(pools[1].ready)) * model.model_d.sequences_at(plan.tpot_s)
     return (
         _without_surge(pools[0].counts(backlog=waiting), pools[0], plan, memory),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from readyplane_planner import capacity, forecast
 from readyplane_planner.capacity import Correction, DecodeModel, PrefillModel
@@ -20,35 +21,96 @@ from readyplane_planner.signals import Observation, Signal
 LENGTHS_TAU_S = 60.0
 """Recent mean lengths fade with this time constant: fast enough for a cache shift, slow enough
 that one long prompt does not move them."""
+OUTPUT_TAU_S = 180.0
+"""The same for outputs, which take a residence time to be known."""
 REQUESTS_FEW = 5.0
+PRIOR_REQUESTS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Forecasts and models of this tick."""
+    """Forecasts and models of this tick.
+
+    Attributes:
+        lasting_p, lasting_d: the part of each bound that is more than noise, tokens/s.
+        uncached: mean uncached prompt tokens. osl: mean output tokens.
+    """
 
     work_p: Forecast
     work_d: Forecast
     model_p: PrefillModel
     model_d: DecodeModel
+    lasting_p: float
+    lasting_d: float
+    uncached: float
+    osl: float
 
 
-def fold(observation: Observation, plan: Plan, memory: Memory, *, now_s: float) -> Memory:
-    """Take the tick's rates into the series; an unknown rate breaks them and is never a zero."""
-    work_p = _fold(memory.work_p, observation.prefill_work, observation.dt_s, plan, now_s)
-    work_d = _fold(memory.work_d, observation.decode_work, observation.dt_s, plan, now_s)
-    averages = memory.averages
+def fold(
+    observation: Observation, plan: Plan, memory: Memory, *, serving: int, now_s: float
+) -> Memory:
+    """Take the tick's rates into the series; an unknown rate breaks them and is never a zero.
+
+    `serving`: D workers that decode now.
+    """
+    averages = _averages(observation, plan, memory, serving)
+    osl = mean_output(observation, averages)
+    arrivals = observation.arrivals
+    decode = replace(arrivals, value=None if arrivals.value is None else arrivals.value * osl)
+    return replace(
+        memory,
+        work_p=_fold(memory.work_p, observation.prefill_work, observation.dt_s, plan, now_s),
+        work_d=_fold(memory.work_d, decode, observation.dt_s, plan, now_s),
+        averages=averages,
+        bad_samples=memory.bad_samples + len(observation.bad),
+    )
+
+
+def _averages(observation: Observation, plan: Plan, memory: Memory, serving: int) -> Averages:
+    averages, dt_s = memory.averages, observation.dt_s
     rates = (observation.arrivals, observation.prompt_work, observation.prefill_work)
-    if observation.dt_s > 0 and all(signal.known for signal in rates):
-        fade = math.exp(-observation.dt_s / LENGTHS_TAU_S)
-        requests, tokens, uncached = (s.get() * observation.dt_s for s in rates)
-        averages = Averages(
-            averages.requests * fade + requests,
-            averages.tokens * fade + tokens,
-            averages.uncached * fade + uncached,
+    if dt_s > 0 and all(signal.known for signal in rates):
+        fade = math.exp(-dt_s / LENGTHS_TAU_S)
+        requests, tokens, uncached = (s.get() * dt_s for s in rates)
+        averages = replace(
+            averages,
+            requests=averages.requests * fade + requests,
+            tokens=averages.tokens * fade + tokens,
+            uncached=averages.uncached * fade + uncached,
         )
-    bad = memory.bad_samples + len(observation.bad)
-    return replace(memory, work_p=work_p, work_d=work_d, averages=averages, bad_samples=bad)
+    if dt_s > 0 and observation.finished.known and observation.decoding.known:
+        fade = math.exp(-dt_s / OUTPUT_TAU_S)
+        made = observation.generated.get(_modelled_output(observation, plan, memory, serving))
+        averages = replace(
+            averages,
+            finished=averages.finished * fade + observation.finished.get() * dt_s,
+            generated=averages.generated * fade + made * dt_s,
+        )
+    return averages
+
+
+def _modelled_output(observation: Observation, plan: Plan, memory: Memory, serving: int) -> float:
+    """Output tokens/s by the profile, for engines that do not count them."""
+    sequences = observation.decoding.get()
+    if sequences <= 0 or serving <= 0:
+        return 0.0
+    each = sequences / serving
+    kv = observation.kv.get(sequences * observation.lengths.isl) / serving
+    return sequences * memory.correct_d.factor / plan.decode.profile.iteration_s(each, kv)
+
+
+def mean_output(observation: Observation, averages: Averages) -> float:
+    """Mean output tokens of a request, from all tokens made over all requests finished.
+
+    Lengths of finished requests alone are those of the short ones while load grows: the long ones
+    still run. Counting what the running have made already (the estimate for censored lifetimes)
+    has no such bias. A few pretended requests of the prior length steady the beginning.
+    """
+    known = observation.lengths.osl
+    return max(
+        1.0,
+        (averages.generated + PRIOR_REQUESTS * known) / (averages.finished + PRIOR_REQUESTS),
+    )
 
 
 def _fold(series: Series, rate: Signal, dt_s: float, plan: Plan, now_s: float) -> Series:
@@ -66,6 +128,7 @@ def needs(
     work_p = forecast.predict(memory.work_p, horizon_s=horizon_p, knobs=plan.knobs)
     work_d = forecast.predict(memory.work_d, horizon_s=horizon_d, knobs=plan.knobs)
     isl, uncached = mean_lengths(observation, memory.averages)
+    osl = mean_output(observation, memory.averages)
     model_p = capacity.prefill_model(
         plan.prefill.profile,
         isl=isl,
@@ -77,7 +140,7 @@ def needs(
     model_d = capacity.decode_model(
         plan.decode.profile,
         isl=isl,
-        osl=observation.lengths.osl,
+        osl=osl,
         factor=memory.correct_d.factor,
     )
     memory = replace(
@@ -85,7 +148,31 @@ def needs(
         work_p=forecast.remember(memory.work_p, work_p, now_s=now_s, knobs=plan.knobs),
         work_d=forecast.remember(memory.work_d, work_d, now_s=now_s, knobs=plan.knobs),
     )
-    return Needs(work_p, work_d, model_p, model_d), memory
+    arriving = work_p.level * plan.knobs.window_s / uncached
+    needs_now = Needs(
+        work_p,
+        work_d,
+        model_p,
+        model_d,
+        lasting(work_p, arriving=arriving, cv2=observation.lengths.isl_cv2, plan=plan),
+        lasting(work_d, arriving=arriving, cv2=0.0, plan=plan),
+        uncached,
+        osl,
+    )
+    return needs_now, memory
+
+
+def lasting(work: Forecast, *, arriving: float, cv2: float, plan: Plan) -> float:
+    """The bound without the noise of single arrivals, and never less than the expectation.
+
+    `arriving` requests of a window vary by their square root, and their lengths add to it. The
+    queueing model holds that noise already; what exceeds it is growth, which lasts.
+    """
+    if arriving <= 0:
+        return work.upper
+    chance = NormalDist().inv_cdf(plan.knobs.quantile)
+    noise = chance * math.sqrt((1.0 + cv2) / arriving)
+    return max(work.level, work.upper / (1.0 + noise))
 
 
 def mean_lengths(observation: Observation, averages: Averages) -> tuple[float, float]:
@@ -150,3 +237,17 @@ def _warm(ready_age_s: float | None, plan: Plan) -> bool:
 
 def _learn(before: Correction, ratios: Iterable[float], dt_s: float) -> Correction:
     return capacity.correct(before, ratios, dt_s=dt_s)
+
+
+def sequences_ahead(
+    observation: Observation, model: Needs, *, prefill_workers: int, within_s: float
+) -> float:
+    """Sequences that D has to hold: those it decodes, and those P can hand over in that time.
+
+    Requests that the router keeps back because D is full are among them: D's own saturation must
+    not hide behind P's queue (R4.1).
+    """
+    decoding = observation.decoding.get()
+    waiting = max(0.0, observation.in_flight.get(decoding) - decoding)
+    most = max(1, prefill_workers) * model.model_p.rate * within_s / model.uncached
+    return decoding + min(waiting, most)

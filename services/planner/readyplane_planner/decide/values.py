@@ -81,11 +81,17 @@ class OpenOrder:
 
 @dataclass(frozen=True, slots=True)
 class Averages:
-    """Decayed sums of what arrived: their ratios are the recent mean lengths, token-weighted."""
+    """Decayed sums whose ratios are recent mean lengths, token-weighted.
+
+    Attributes:
+        requests, tokens, uncached: what arrived. finished, generated: requests and output tokens.
+    """
 
     requests: float = 0.0
     tokens: float = 0.0
     uncached: float = 0.0
+    finished: float = 0.0
+    generated: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
