@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from readyplane.core.identity import KvFormat
+from readyplane.core.profile import LinkClass
 from readyplane.core.work import Slo
 from readyplane.core.worker import Role
 from readyplane_router.pair import (
@@ -27,6 +28,12 @@ from readyplane_router.pair.explain import explain
 from tests.router_world import DIGEST, KV, PROFILE, TIMES, seat
 
 POLICY = PairPolicy(slo=Slo(2.0, 0.2), prefill_ahead_s=0.5, locality_patience_s=0.5)
+# Links so slow that every term of the cost can decide.
+SLOW_LINKS = replace(
+    POLICY,
+    network_link=LinkClass("far", 5e5, 0.05),
+    local_link=LinkClass("near", 2e6, 0.01),
+)
 SLOWER = Times(replace(PROFILE, name="slower", slow_factor=2.0))
 
 
@@ -51,39 +58,42 @@ def chosen(verdict: object) -> tuple[str, str]:
 # ------------------------------------------------------------------------- the argmin is exact
 
 
+def rarely(*values: Any, else_: Any) -> st.SearchStrategy[Any]:
+    return st.integers(0, 9).flatmap(
+        lambda n: st.sampled_from(values) if n == 0 else st.just(else_)
+    )
+
+
 @st.composite
 def seats(draw: st.DrawFn) -> list[Seat]:
     made = []
-    for number in range(draw(st.integers(1, 7))):
+    for number in range(draw(st.integers(2, 7))):
         role = draw(st.sampled_from([Role.PREFILL, Role.DECODE, Role.BOTH]))
-        kv = draw(
-            st.sampled_from(
-                [KV, KvFormat(DIGEST, dtype="fp16"), KvFormat(DIGEST, connector="none")]
-            )
-        )
+        odd = (KvFormat(DIGEST, dtype="fp16"), KvFormat(DIGEST, connector="none"))
         one = seat(
             f"w{number}",
             role,
-            kv=kv,
+            kv=draw(rarely(*odd, else_=KV)),
             node=draw(st.sampled_from(["n1", "n2", "n3"])),
             times=draw(st.sampled_from([TIMES, SLOWER])),
-            shut=draw(st.sampled_from(["", "", "", "draining"])),
+            shut=draw(rarely("draining", else_="")),
             sequences=draw(st.integers(0, 6)),
-            sequences_cap=draw(st.sampled_from([4, 64])),
-            kv_tokens=draw(st.floats(0, 50_000)),
-            kv_blocks=draw(st.sampled_from([0, 5_000, 9_985])),
+            sequences_cap=draw(rarely(4, else_=64)),
+            kv_tokens=draw(st.sampled_from([0.0, 500.0, 2_000.0, 20_000.0])),
+            kv_blocks=draw(rarely(5_000, 9_985, else_=0)),
             transfers=draw(st.integers(0, 3)),
             other_sequences=draw(st.integers(0, 2)),
+            other_blocks=draw(st.sampled_from([0, 0, 200])),
             other_work_s=draw(st.sampled_from([0.0, 0.1])),
             foreign_tokens=draw(st.sampled_from([0, 200])),
-            max_model_len=draw(st.sampled_from([300, 32_768])),
+            foreign_blocks=draw(st.sampled_from([0, 0, 300])),
+            max_model_len=draw(rarely(300, else_=32_768)),
             prefill_factor=draw(st.sampled_from([1.0, 1.3])),
         )
-        one.decoding = (
-            min(one.sequences, draw(st.integers(0, 6))) if role.serves(Role.DECODE) else 0
-        )
+        decodes = role.serves(Role.DECODE)
+        one.decoding = min(one.sequences, draw(st.integers(0, 6))) if decodes else 0
         if role.serves(Role.PREFILL):
-            promise(one, *draw(st.lists(st.floats(0.01, 0.4), max_size=3)))
+            promise(one, *draw(st.lists(st.floats(0.01, 0.3), max_size=2)))
         made.append(one)
     return made
 
@@ -93,11 +103,11 @@ def asks(draw: st.DrawFn, of: list[Seat]) -> Ask:
     isl = draw(st.integers(1, 400))
     return ask(
         isl,
-        output_tokens=draw(st.floats(1, 300)),
+        output_tokens=draw(st.sampled_from([1.0, 5.0, 50.0, 300.0])),
         max_tokens=draw(st.sampled_from([None, 50, 200])),
         cached_tokens={s.key: draw(st.integers(0, isl)) for s in of if draw(st.booleans())},
         waited_s=draw(st.sampled_from([0.0, 0.5, 3.0])),
-        avoid=frozenset(s.worker_id for s in of if draw(st.integers(0, 9)) == 0),
+        avoid=frozenset(draw(rarely({of[0].worker_id}, else_=set()))),
     )
 
 
@@ -112,14 +122,14 @@ def fits(what: Ask, p: Seat, d: Seat, now_s: float) -> bool:
             return False
     if p is not d and (p.kv != d.kv or p.kv.connector == "none"):
         return False
-    if p.remaining_s(now_s) > POLICY.prefill_ahead_s:
+    if p.remaining_s(now_s) > SLOW_LINKS.prefill_ahead_s:
         return False
     if what.isl > p.free_blocks() * p.block_size:
         return False
-    return takes(what, d, POLICY)
+    return takes(what, d, SLOW_LINKS)
 
 
-@settings(max_examples=150)
+@settings(max_examples=250)
 @given(st.data())
 def test_the_choice_is_the_cheapest_of_all_pairs(data: st.DataObject) -> None:
     of = data.draw(seats())
@@ -128,12 +138,12 @@ def test_the_choice_is_the_cheapest_of_all_pairs(data: st.DataObject) -> None:
     prefills = [s for s in of if s.role.serves(Role.PREFILL)]
     decodes = [s for s in of if s.role.serves(Role.DECODE)]
     costs = {
-        (p.worker_id, d.worker_id): pair_terms(what, p, d, POLICY, now_s=now_s).cost_s
+        (p.worker_id, d.worker_id): pair_terms(what, p, d, SLOW_LINKS, now_s=now_s).cost_s
         for p in prefills
         for d in decodes
         if fits(what, p, d, now_s)
     }
-    verdict = decide(what, prefills, decodes, POLICY, now_s=now_s)
+    verdict = decide(what, prefills, decodes, SLOW_LINKS, now_s=now_s)
     if isinstance(verdict, Chosen):
         pair = chosen(verdict)
         assert pair in costs
@@ -142,7 +152,7 @@ def test_the_choice_is_the_cheapest_of_all_pairs(data: st.DataObject) -> None:
         assert math.isfinite(verdict.terms.ttft_s) and verdict.terms.ttft_s > 0
         assert verdict.local is (pair[0] == pair[1])
     elif isinstance(verdict, Wait) and verdict.regime == "locality":
-        assert costs and what.waited_s < POLICY.locality_patience_s
+        assert costs and what.waited_s < SLOW_LINKS.locality_patience_s
     else:
         assert not costs
 
@@ -154,8 +164,8 @@ def test_the_explanation_names_the_same_winner(data: st.DataObject) -> None:
     what = replace(data.draw(asks(of)), waited_s=9.0)  # past any patience
     prefills = [s for s in of if s.role.serves(Role.PREFILL)]
     decodes = [s for s in of if s.role.serves(Role.DECODE)]
-    told = explain(what, prefills, decodes, POLICY, now_s=0.0)
-    verdict = decide(what, prefills, decodes, POLICY, now_s=0.0)
+    told = explain(what, prefills, decodes, SLOW_LINKS, now_s=0.0)
+    verdict = decide(what, prefills, decodes, SLOW_LINKS, now_s=0.0)
     if isinstance(verdict, Chosen):
         best = told["pairs"][0]["terms"]["cost_s"]
         assert best == pytest.approx(verdict.terms.cost_s, abs=5e-5)
@@ -211,6 +221,45 @@ def test_both_ends_are_chosen_together() -> None:
     d2 = seat("d2", Role.DECODE, node="n2", shut="draining")
     d3 = seat("d3", Role.DECODE, node="n3")
     assert chosen(decide(ask(), [p1, p2], [d1, d2, d3], policy, now_s=0.0)) == ("p1", "d1")
+
+
+def test_transfers_under_way_share_the_link_of_their_d() -> None:
+    p, quiet, busy = seat("p"), seat("quiet", Role.DECODE), seat("busy", Role.DECODE)
+    busy.transfers, quiet.sequences = 3, 1
+    assert chosen(decide(ask(), [p], [quiet, busy], SLOW_LINKS, now_s=0.0)) == ("p", "quiet")
+    alone = pair_terms(ask(), p, quiet, SLOW_LINKS, now_s=0.0).transfer_s
+    shared = pair_terms(ask(), p, busy, SLOW_LINKS, now_s=0.0).transfer_s
+    assert shared - 0.01 == pytest.approx(4 * (alone - 0.01))
+
+
+def test_the_slow_down_of_others_decides_between_equal_iterations() -> None:
+    """Ten short sequences or one long: the same iteration, but ten are slowed down or one."""
+    p, many, one = seat("p"), seat("many", Role.DECODE), seat("one", Role.DECODE)
+    many.sequences, one.sequences, one.kv_tokens = 10, 1, 9_000.0
+    tpots = [pair_terms(ask(), p, d, POLICY, now_s=0.0).tpot_s for d in (many, one)]
+    assert tpots[0] == pytest.approx(tpots[1])
+    assert chosen(decide(ask(), [p], [many, one], POLICY, now_s=0.0)) == ("p", "one")
+
+
+def test_kv_that_others_hold_slows_an_iteration_too() -> None:
+    for field in ("other_blocks", "foreign_blocks"):
+        p, full, free = seat("p"), seat("full", Role.DECODE), seat("free", Role.DECODE)
+        setattr(full, field, 2_000)
+        free.last_used = 9
+        assert chosen(decide(ask(), [p], [full, free], POLICY, now_s=0.0)) == ("p", "free")
+
+
+def test_a_decode_end_that_is_also_prefilling_answers_later() -> None:
+    p, both, d = seat("p"), seat("both", Role.BOTH), seat("d", Role.DECODE)
+    promise(both, 5.0)
+    d.last_used = 9
+    assert chosen(decide(ask(), [p], [both, d], POLICY, now_s=0.0)) == ("p", "d")
+
+
+def test_a_prefill_worker_without_room_for_the_prompt_s_kv_is_not_used() -> None:
+    full, other, d = seat("full", kv_blocks=9_991), seat("other"), seat("d", Role.DECODE)
+    other.last_used = 9
+    assert chosen(decide(ask(), [full, other], [d], POLICY, now_s=0.0)) == ("other", "d")
 
 
 def test_kv_that_d_holds_need_not_be_moved() -> None:
