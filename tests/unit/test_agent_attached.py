@@ -14,6 +14,7 @@ from readyplane.core.errors import InvalidField, Unavailable, Unsupported
 from readyplane.core.startup import StartMode
 from readyplane.core.worker import LoadReport, Role
 from readyplane.kit.clock import SystemClock
+from readyplane_agent.engines import attached as attached_module
 from readyplane_agent.engines import exchange as exchange_module
 from readyplane_agent.engines import vllm
 from readyplane_agent.engines.attached import AttachedEngine
@@ -140,6 +141,20 @@ async def test_a_bad_read_gives_the_last_load_with_its_age() -> None:
         await asyncio.sleep(0.05)
         old = await engine.load_report()
         assert old.running == good.running and old.age_s >= 0.05
+
+
+async def test_an_attached_engine_that_is_gone_for_long_is_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attached_module, "GONE_AFTER_S", 0.1)
+    async with answering(**vllm_like()) as url:
+        engine = attached(url)
+        await engine.load_report()
+    await engine.load_report()
+    assert engine.returncode is None, "one bad read is no death"
+    await asyncio.sleep(0.12)
+    await engine.load_report()
+    assert engine.returncode == 1
 
 
 def completion(**more: Any) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -452,3 +454,50 @@ async def test_stopping_ends_the_threads() -> None:
             await running
     assert not [t for t in threading.enumerate() if t.name.startswith("load")]
     arena.close()
+
+
+LOAD_ALONE = """
+import asyncio, sys, threading, time
+from pathlib import Path
+from tests.unit.agent_twins import TwinRegistry, artifact, source
+from tests.unit.test_agent_loader import make, ranked
+
+def anonymous():
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("RssAnon:")[2].split()[0]) * 1024
+
+art = artifact(shards=2, floats=10_000_000, chunk_bytes=2**20)
+art.files.clear()
+load, arena, _ = make(art, TwinRegistry(), staging_bytes=8 * 2**20, connections=4)
+before, peak, going = anonymous(), 0, True
+
+def watch():
+    global peak
+    while going:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+thread = threading.Thread(target=watch)
+thread.start()
+asyncio.run(load.run(ranked(source(sys.argv[1]))))
+going = False
+thread.join()
+print(max(peak, anonymous()) - before, arena.complete)
+"""
+
+
+def test_extra_memory_is_bounded_by_the_budget_not_by_the_model() -> None:
+    """R11.1, B131: as the kernel counts it, for a model ten times as large as the budget."""
+    art = artifact(shards=2, floats=10_000_000, chunk_bytes=2**20)
+    with serving(art.files) as server:
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD_ALONE, server.url],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+    grown, complete = done.stdout.split()
+    assert complete == "True"
+    assert int(grown) <= 8 * 2**20 + 4 * 2**20, "the budget, and 4 MiB for threads and the like"
+    assert art.manifest.size_bytes > 9 * 8 * 2**20

@@ -14,7 +14,7 @@ from readyplane.core.worker import Role
 from readyplane.kit.clock import SystemClock
 from readyplane_agent import spans
 from readyplane_agent.settings import AgentSettings
-from readyplane_agent.trace import StartTrace, process_start_s
+from readyplane_agent.trace import StartTrace
 
 
 class Ticking:

@@ -22,6 +22,7 @@ from readyplane_agent.engines.openai import OpenAiEngine, read_metrics
 from readyplane_agent.engines.port import EngineSpec, GenerateResult
 
 POLL_S = 0.5
+GONE_AFTER_S = 20.0
 
 
 class AttachedEngine:
@@ -40,6 +41,7 @@ class AttachedEngine:
         self._serving: Serving | None = None
         self._spec: EngineSpec | None = None
         self._read_s: float | None = None
+        self._failing_since_s: float | None = None
         self._last = LoadReport()
 
     def _connect(self, url: str, *, model: str, profile: str) -> None:
@@ -48,8 +50,11 @@ class AttachedEngine:
 
     @property
     def returncode(self) -> int | None:
-        """None: its process is not ours to know."""
-        return None
+        """None while it answers; 1 once it has not for `GONE_AFTER_S`, since nobody tells us."""
+        since_s = self._failing_since_s
+        if since_s is None or self._clock.monotonic_s() - since_s < GONE_AFTER_S:
+            return None
+        return 1
 
     @property
     def pid(self) -> int:
@@ -146,10 +151,12 @@ class AttachedEngine:
         try:
             self._last = await self._client.load()
         except ReadyplaneError:
+            if self._failing_since_s is None:
+                self._failing_since_s = now_s
             if self._read_s is None:
                 return LoadReport()
             return replace(self._last, age_s=now_s - self._read_s)
-        self._read_s = now_s
+        self._read_s, self._failing_since_s = now_s, None
         return self._last
 
     async def generate(
