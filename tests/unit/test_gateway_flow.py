@@ -444,7 +444,7 @@ def test_a_request_that_queues_in_the_router_is_taken_out() -> None:
         world.router.faults.append(30.0)
         got = await world.ask(stream=True, leave_after_s=1.0)
         assert got.left
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.5)
         assert world.router.cancelled == 1
         assert not world.router.reservations
 
@@ -532,7 +532,9 @@ def test_facts_survive_a_router_that_is_away() -> None:
         await world.ask(stream=True)
         await world.settle(0.3)
         assert world.gateway.reporter.buffered > 0
+        assert world.metric("events_buffered") > 0
         await world.settle(8)
+        assert world.metric("events_buffered") == 0
         assert world.router.kinds("res-1") == ["prefill_done", "first_token", "finished"]
 
     play(story)

@@ -46,9 +46,20 @@ async def serve() -> None:
         new_id=lambda: uuid.uuid4().hex,
         api_key=settings.gateway_api_key,
     )
+    server.set_ready(False, "the router has not sent the fleet yet")
+
+    async def say_when_ready() -> None:
+        await gateway.fleet_known()
+        server.set_ready(True)
+
     try:
         await server.run(
-            background=(gateway.tell_router, gateway.watch_fleet, gateway.watch_published),
+            background=(
+                gateway.tell_router,
+                gateway.watch_fleet,
+                gateway.watch_published,
+                say_when_ready,
+            ),
             on_stop=gateway.stop,
         )
     finally:

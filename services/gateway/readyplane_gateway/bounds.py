@@ -53,6 +53,6 @@ class Bounds:
     decode_total_s_max: float = 600.0
     tokenize_s_max: float = 5.0
     router_wait_s_max: float = 5.0
-    route_grace_s: float = 0.25
+    route_grace_s: float = 1.0
     progress_tokens: int = 256
     slo: Slo = DEFAULT_SLO

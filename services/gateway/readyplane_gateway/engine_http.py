@@ -246,9 +246,6 @@ class _Connection(asyncio.Protocol):
             self._lost(f"what it sent is not HTTP/1.1 ({error})")
             self.abort()
 
-    def eof_received(self) -> bool:
-        return False
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         exchange = self.exchange

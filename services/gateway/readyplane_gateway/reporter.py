@@ -36,6 +36,7 @@ class Reporter:
         self._buffer: deque[RequestEvent] = deque()
         self._told = 0  # events ever accepted
         self._done = 0  # events ever sent or dropped
+        self._away = False
         self._some = asyncio.Event()
         self._now = asyncio.Event()
         self._progress = asyncio.Condition()
@@ -91,9 +92,14 @@ class Reporter:
             async with asyncio.timeout(CALL_S_MAX):
                 unknown = await self._router.complete(batch)
         except (ReadyplaneError, TimeoutError) as error:
-            if self.buffered and self._done == done:
+            if not self._away:
                 log.warning("the router takes no facts: %s", error, extra={"kept": self.buffered})
+            self._away = True
+            self._meters.events_buffered.set(self.buffered)
             return False
+        if self._away:
+            log.info("the router takes facts again", extra={"kept": self.buffered})
+        self._away = False
         # While the call ran, `_make_room` may have dropped some of these.
         for _ in range(len(batch) - (self._done - done)):
             self._buffer.popleft()

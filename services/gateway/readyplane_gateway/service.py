@@ -76,6 +76,7 @@ class Gateway:
         )
         self.requests: set[asyncio.Task[object]] = set()
         self.stopping = False
+        self._known = asyncio.Event()
         self._idle = asyncio.Event()
         self._later: set[asyncio.Task[None]] = set()
         self._healthy = (-HEALTH_REMEMBERED_S, "never asked")
@@ -90,12 +91,17 @@ class Gateway:
                 async with aclosing(self._router.watch()) as fleets:  # type: ignore[type-var]
                     async for fleet in fleets:
                         self.fleet.apply(fleet)
+                        self._known.set()
                         self.engines.keep_only(self.fleet.engine_urls())
                         pause_s = 0.0
             except ReadyplaneError as error:
                 log.warning("the fleet cannot be watched: %s", error)
             pause_s = min(WATCH_PAUSE_S_MAX, max(0.1, pause_s * 2))
             await self.clock.sleep(pause_s)
+
+    async def fleet_known(self) -> None:
+        """Return when the first snapshot of the fleet has been applied (B51)."""
+        await self._known.wait()
 
     async def watch_published(self) -> None:
         """Ask the registry now and then which models there are, served or not."""
