@@ -22,7 +22,8 @@ from readyplane_lab.up.pids import (
     signal_exactly,
     start_mark,
 )
-from readyplane_lab.up.processes import ProcessTable, file_tail, reap, write_atomically
+from readyplane_lab.up.processes import ProcessTable, file_tail, write_atomically
+from readyplane_lab.up.reaping import reap
 
 SLEEP = ["sleep", "60"]
 ENV = {"PATH": os.defpath}
@@ -188,6 +189,8 @@ async def test_a_program_that_is_missing_is_named(table: ProcessTable, tmp_path:
     with pytest.raises(Unavailable, match="/no/such/program"):
         await table.spawn("a", ["/no/such/program"], ENV, tmp_path / "a.log")
     assert table.running() == () and stored(table.run_dir) == []
+    (path,) = table.run_dir.glob("processes-*.json")
+    assert json.loads(path.read_text())["starting"] is None
 
 
 async def test_a_start_that_cannot_be_recorded_leaves_nobody(
@@ -352,8 +355,48 @@ async def test_one_that_was_not_recorded_is_known_by_its_run(tmp_path: Path) -> 
     await table.wait("a")
     lost = subprocess.Popen(SLEEP, env={**ENV, RUN_VARIABLE: table.run_id})
     orphan(tmp_path)
-    assert await reap(tmp_path) == ()
-    assert lost.wait(10) == -signal.SIGKILL
+    try:
+        assert await reap(tmp_path) == ()
+        assert lost.wait(10) == -signal.SIGKILL
+    finally:
+        lost.kill()
+        lost.wait()
+
+
+async def test_one_that_was_just_being_started_is_looked_for_again(tmp_path: Path) -> None:
+    """Until its exec it shows its parent's environment, and cannot be known."""
+    table = ProcessTable(tmp_path)
+    await table.spawn("a", ["true"], ENV, tmp_path / "a.log")
+    await table.wait("a")
+    orphan(tmp_path, starting=str(tmp_path / "b.log"))
+    script = f"sleep 0.3; {RUN_VARIABLE}={table.run_id} exec sleep 60"
+    late = subprocess.Popen(["sh", "-c", script], env=ENV)
+    try:
+        assert await reap(tmp_path) == ()
+        assert late.wait(10) == -signal.SIGKILL
+    finally:
+        late.kill()
+        late.wait()
+
+
+async def test_one_that_hides_its_environment_is_known_by_its_log(tmp_path: Path) -> None:
+    """Valkey and Postgres write their title over it; who reads the log is not one of them."""
+    table = ProcessTable(tmp_path)
+    await table.spawn("a", ["true"], ENV, tmp_path / "a.log")
+    await table.wait("a")
+    orphan(tmp_path, starting=str(tmp_path / "b.log"))
+    (tmp_path / "b.log").touch()
+    with (tmp_path / "b.log").open("ab") as written, (tmp_path / "b.log").open("rb") as read:
+        hidden = subprocess.Popen(SLEEP, env={}, executable="/bin/sleep", stdout=written)
+        reader = subprocess.Popen(SLEEP, env={}, executable="/bin/sleep", stdin=read, stdout=read)
+    try:
+        assert await reap(tmp_path) == ()
+        assert hidden.wait(10) == -signal.SIGKILL
+        assert reader.poll() is None
+    finally:
+        for popen in (hidden, reader):
+            popen.kill()
+            popen.wait()
 
 
 async def test_the_children_of_a_living_supervisor_are_left_alone(

@@ -26,7 +26,8 @@ from readyplane.core.errors import InvalidField
 from readyplane.kit.clock import Clock, SystemClock, utc
 from readyplane_lab.up.pids import start_mark
 from readyplane_lab.up.postgres_segments import drop_segments
-from readyplane_lab.up.processes import reap, write_atomically
+from readyplane_lab.up.processes import write_atomically
+from readyplane_lab.up.reaping import reap
 
 FORMAT = 1
 LAYOUT_FILE = "READYPLANE"

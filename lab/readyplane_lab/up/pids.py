@@ -11,6 +11,7 @@ import errno
 import functools
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,9 +72,14 @@ def descendants(*pids: int) -> set[tuple[int, str]]:
     return {(each, _mark(stats[each])) for each in below}
 
 
-def carriers(run_ids: set[str]) -> set[tuple[int, str]]:
-    """(pid, start mark) of the processes whose environment names one of the runs; never ourselves."""
+def carriers(run_ids: set[str], log_paths: Iterable[Path] = ()) -> set[tuple[int, str]]:
+    """(pid, start mark) of the processes that carry a mark of one of the runs; never ourselves.
+
+    The mark is the run id in the environment, or a log of the run as the place where standard output
+    is written to: servers that set their title (Postgres, Valkey) write it over their environment.
+    """
     wanted = {f"{RUN_VARIABLE}={run_id}".encode() for run_id in run_ids}
+    logs = {facts for path in log_paths if (facts := _file(path)) is not None}
     own_line = _own_line()
     found: set[tuple[int, str]] = set()
     for pid in _all_pids() if wanted else ():
@@ -81,9 +87,26 @@ def carriers(run_ids: set[str]) -> set[tuple[int, str]]:
         if mark is None or pid in own_line:
             continue
         with contextlib.suppress(OSError):
-            if not wanted.isdisjoint(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if not wanted.isdisjoint(environment) or (logs and _writes_to(pid, logs)):
                 found.add((pid, mark))
     return found
+
+
+def _file(path: Path) -> tuple[int, int] | None:
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
+
+
+def _writes_to(pid: int, logs: set[tuple[int, int]]) -> bool:
+    """Whether its standard output is one of these files; who only reads a log does not count."""
+    if _file(Path(f"/proc/{pid}/fd/1")) not in logs:
+        return False
+    facts = Path(f"/proc/{pid}/fdinfo/1").read_text(encoding="ascii").split()
+    return int(facts[facts.index("flags:") + 1], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def holders(path: Path) -> set[tuple[int, str]]:

@@ -34,7 +34,8 @@ from readyplane_lab.up.local_server import HOST, Server, launch, plain_environme
 from readyplane_lab.up.pids import holders, signal_exactly
 from readyplane_lab.up.postgres_programs import REMEDY, Programs, find_programs
 from readyplane_lab.up.postgres_segments import drop_segments
-from readyplane_lab.up.processes import Account, ProcessTable, file_tail, reap, write_atomically
+from readyplane_lab.up.processes import Account, ProcessTable, file_tail, write_atomically
+from readyplane_lab.up.reaping import reap
 
 USER = "readyplane"
 DATABASE = "postgres"

@@ -2,9 +2,10 @@
 
 Owns the table of what a run has started. A process is known by its pid **and** its start mark (boot,
 pid namespace, start tick), so that a pid which the kernel gave to somebody else is never signalled.
-Every child also carries `READYPLANE_RUN=<run id>`, by which grandchildren that left the process group
-are found. The table is written to the run folder before and after each start, so that the next run
-can end what a killed supervisor left behind (`reap`).
+Every child also carries two marks, by which those are found that left the process group or were never
+written down: `READYPLANE_RUN=<run id>` in its environment, and its log as standard output. The table is
+written to the run folder before and after each start, so that the next run can end what a killed
+supervisor left behind (`readyplane_lab.up.reaping`).
 
 A child is the leader of its own session: Ctrl-C at the terminal reaches the supervisor alone, which
 then stops its children in its own order. Why not `PR_SET_PDEATHSIG`: it needs Python code between fork
@@ -26,7 +27,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from readyplane.core.errors import Conflict, NotFound, Unavailable
 from readyplane_lab.up.pids import RUN_VARIABLE, carriers, descendants, signal_exactly, start_mark
@@ -34,6 +35,7 @@ from readyplane_lab.up.pids import RUN_VARIABLE, carriers, descendants, signal_e
 TABLE_FORMAT = 1
 ENDED_KEPT_MAX = 1024
 LOG_BYTES_MAX = 32 * 1024 * 1024
+STDIN_BYTES_MAX = 4096
 LOG_TAIL_BYTES_MAX = 64 * 1024
 KILLED_GONE_S_MAX = 5.0
 POLL_EVERY_S = 0.02
@@ -134,8 +136,9 @@ class ProcessTable:
                 are visible to every user.
             env: the whole environment; only `READYPLANE_RUN` is added.
             log_path: receives stdout and stderr, appended; turned over to `*.1` beyond 32 MiB.
+                Nothing of another run may write to it.
             cwd: working folder of the child.
-            stdin_text: at most a pipe's buffer (64 KiB); without it stdin is empty.
+            stdin_text: at most 4 KiB, all of it there from the start; without it stdin is empty.
             stop_signal: how the process wants to be asked to end.
             account: run as this user (needs root).
             pass_fds: the only descriptors that the child gets besides its standard streams.
@@ -150,9 +153,13 @@ class ProcessTable:
             raise Unavailable(
                 f"process {name} was not started: the run is ending", "start a new run"
             )
-        self._persist()  # the run id is on disk before anything carries it
+        self._persist(starting=log_path)  # the marks are on disk before anything carries them
         environment = {**env, RUN_VARIABLE: self.run_id}
-        popen = _start(name, argv, environment, log_path, cwd, stdin_text, account, pass_fds)
+        try:
+            popen = _start(name, argv, environment, log_path, cwd, stdin_text, account, pass_fds)
+        except BaseException:
+            self._persist()
+            raise
         mark = start_mark(popen.pid, or_zombie=True)
         assert mark is not None, "a child that was not collected always has a start mark"
         record = ProcessRecord(
@@ -301,56 +308,16 @@ class ProcessTable:
         for pid, mark in targets:
             signal_exactly(pid, mark, signal.SIGKILL)
 
-    def _persist(self) -> None:
+    def _persist(self, *, starting: Path | None = None) -> None:
         self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         table = {
             "format": TABLE_FORMAT,
             "run": self.run_id,
             "supervisor": {"pid": os.getpid(), "start_mark": start_mark(os.getpid())},
+            "starting": None if starting is None else str(starting),
             "processes": [asdict(record) for record in self.running()],
         }
         write_atomically(self._path, json.dumps(table, indent=1))
-
-
-async def reap(run_dir: Path, *, grace_s: float = 10.0, dying_s: float = 0.0) -> tuple[str, ...]:
-    """End what earlier supervisors of this folder left running; return the names that were ended.
-
-    Asks each process with its own stop signal, waits `grace_s` for all of them together, then kills
-    them, their descendants and every process that carries the run id. Tables of a supervisor that is
-    alive, and tables that another user wrote, are left alone. Who knows that the supervisor is dead
-    or dying gives it `dying_s` to be gone: a killed process is seen alive for a moment.
-    """
-    found = [table for path in sorted(run_dir.glob("processes-*.json")) if (table := _read(path))]
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(dying_s):
-            while any(table.supervisor_lives() and not table.is_ours() for table in found):
-                await asyncio.sleep(POLL_EVERY_S)
-    tables = [table for table in found if not table.supervisor_lives()]
-    records = [record for table in tables for record in table.records]
-    left = [record for record in records if start_mark(record.pid) == record.start_mark]
-    targets = {(record.pid, record.start_mark) for record in left}
-    targets |= descendants(*(record.pid for record in left)) if left else set()
-    for record in left:
-        signal_exactly(record.pid, record.start_mark, record.stop_signal)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(grace_s):
-            while any(start_mark(record.pid) == record.start_mark for record in left):
-                await asyncio.sleep(POLL_EVERY_S)
-    runs = {table.run_id for table in tables}
-    try:
-        async with asyncio.timeout(KILLED_GONE_S_MAX):
-            while alive := [t for t in targets | carriers(runs) if start_mark(t[0]) == t[1]]:
-                for pid, mark in alive:
-                    signal_exactly(pid, mark, signal.SIGKILL)
-                await asyncio.sleep(POLL_EVERY_S)
-    except TimeoutError:
-        raise Unavailable(
-            f"processes of an earlier run do not end (folder {run_dir})",
-            "end them by hand: " + ", ".join(f"{r.name} (pid {r.pid})" for r in left),
-        ) from None
-    for table in tables:
-        table.path.unlink(missing_ok=True)
-    return tuple(record.name for record in left)
 
 
 def file_tail(path: Path, lines: int) -> str:
@@ -392,12 +359,12 @@ def _start(
     pass_fds: Sequence[int],
 ) -> subprocess.Popen[bytes]:
     try:
-        with _log_file(log_path) as output:
-            popen = subprocess.Popen(
+        with _log_file(log_path) as output, _stdin(stdin_text) as given:
+            return subprocess.Popen(
                 list(argv),
                 env=dict(env),
                 cwd=cwd,
-                stdin=subprocess.DEVNULL if stdin_text is None else subprocess.PIPE,
+                stdin=given,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -411,13 +378,25 @@ def _start(
             f"process {name} could not be started: {argv[0]}: {error}",
             "check that the program exists and that this user may run it",
         ) from error
-    if popen.stdin is not None and stdin_text is not None:
-        with contextlib.suppress(BrokenPipeError):
-            popen.stdin.write(stdin_text.encode())
-            popen.stdin.flush()
-        with contextlib.suppress(BrokenPipeError):
-            popen.stdin.close()
-    return popen
+
+
+@contextlib.contextmanager
+def _stdin(text: str | None) -> Iterator[int]:
+    """A pipe that holds the whole text before anybody reads: half a configuration is a wrong one."""
+    if text is None:
+        yield subprocess.DEVNULL
+        return
+    data = text.encode()
+    assert len(data) <= STDIN_BYTES_MAX, "a longer text would wait for its reader"
+    read, write = os.pipe()
+    try:
+        os.write(write, data)
+    finally:
+        os.close(write)
+    try:
+        yield read
+    finally:
+        os.close(read)
 
 
 @contextlib.contextmanager
@@ -431,37 +410,3 @@ def _log_file(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-# -- tables of earlier runs -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    path: Path
-    run_id: str
-    supervisor: tuple[int, str]
-    records: tuple[ProcessRecord, ...]
-
-    def supervisor_lives(self) -> bool:
-        pid, mark = self.supervisor
-        return start_mark(pid) == mark
-
-    def is_ours(self) -> bool:
-        return self.supervisor[0] == os.getpid()
-
-
-def _read(path: Path) -> _Table | None:
-    """The table, if this user wrote it. One that cannot be read names nothing but its run."""
-    try:
-        if path.stat(follow_symlinks=False).st_uid != os.geteuid():
-            return None
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        supervisor = (int(raw["supervisor"]["pid"]), str(raw["supervisor"]["start_mark"]))
-        records = tuple(ProcessRecord(**entry) for entry in raw["processes"])
-        return _Table(path, str(raw["run"]), supervisor, records)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("table of processes %s is not readable (%s) and is dropped", path, error)
-        return _Table(path, path.stem.removeprefix("processes-"), (0, ""), ())

@@ -22,7 +22,8 @@ from redis.exceptions import RedisError
 
 from readyplane.core.errors import Unavailable
 from readyplane_lab.up.local_server import HOST, Server, launch, plain_environment
-from readyplane_lab.up.processes import ProcessTable, reap
+from readyplane_lab.up.processes import ProcessTable
+from readyplane_lab.up.reaping import reap
 
 CONNECT_S_MAX = 5.0
 VERSION_S_MAX = 10.0
