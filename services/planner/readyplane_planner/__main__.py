@@ -1,4 +1,4 @@
-"""`python -m readyplane_planner`: the planner as a process.
+"""`python -m readyplane_planner`: the planner as a process; without `--actuator` an advisory one.
 
 Owns the wiring of stores, ports and use-cases; everything it wires is tested without it.
 """
@@ -63,12 +63,12 @@ class Settings(ServiceSettings):
 async def main(settings: Settings) -> None:
     """Serve until told to stop."""
     setup_logging("planner", settings.log_level)
-    settings.need("database_url", "redis_url", "registry", "router", "actuator")
+    settings.need("database_url", "redis_url", "registry", "router")
     policy = settings.first_policy()
     await migrate(settings.database_url, "readyplane_planner")
     engine, client = async_engine(settings.database_url), connect(settings.redis_url)
     router = RouterClient(settings.router, settings.token)
-    actuator = ActuatorClient(settings.actuator, settings.token)
+    actuator = ActuatorClient(settings.actuator, settings.token) if settings.actuator else None
     registry = RegistryClient(settings.registry, settings.token)
     clock = SystemClock()
     try:
@@ -106,7 +106,8 @@ async def main(settings: Settings) -> None:
         await server.run(background=[service.run], on_stop=service.aclose)
     finally:
         for port in (router, actuator, registry):
-            await port.aclose()
+            if port is not None:
+                await port.aclose()
         await client.aclose()
         await engine.dispose()
 

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from readyplane.core.errors import NotFound, ReadyplaneError
+from readyplane.core.errors import NotFound, ReadyplaneError, Refused
 from readyplane.core.startup import StartMode
-from readyplane.ports import Actuator, Order, Router
+from readyplane.ports import Actuator, Instance, Order, Router
 from readyplane_planner.decide import ROLE_OF, Decision, Drain, Release, StartOrder
 from readyplane_planner.signals import Refusal
 
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 CALLS_MAX = 32
 CALL_S_MAX = 45.0
 """Longer than the grace of a release, which the call waits for."""
+ADVISORY = "advisory: this planner has no actuator, it plans and orders nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +43,39 @@ class _Flight:
     tasks: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
 
 
+class NoActuator:
+    """The actuator of an advisory planner: it holds nothing and refuses every order (B35)."""
+
+    async def provision(self, order: Order, *, leader_epoch: int = 0) -> Instance:
+        """Refused, with the reason."""
+        del leader_epoch
+        raise Refused(f"order of {order.worker_id}", [ADVISORY], "start it by hand")
+
+    async def release(
+        self, worker_id: str, *, grace_s: float = 10.0, reason: str = "", leader_epoch: int = 0
+    ) -> Instance:
+        """Refused, with the reason."""
+        del grace_s, reason, leader_epoch
+        raise Refused(f"release of {worker_id}", [ADVISORY], "stop it by hand")
+
+    async def list_instances(self) -> list[Instance]:
+        """None."""
+        return []
+
+
 class Hand:
-    """Carries decisions out.
+    """Carries decisions out; without an actuator it tells of each that it was not.
 
     Args:
         release_grace_s: how long a released worker may take to end by itself.
     """
 
     def __init__(
-        self, router: Router, actuator: Actuator, *, model: str, release_grace_s: float
+        self, router: Router, actuator: Actuator | None, *, model: str, release_grace_s: float
     ) -> None:
         self._router = router
-        self._actuator = actuator
+        self._advisory = actuator is None
+        self._actuator: Actuator = NoActuator() if actuator is None else actuator
         self._model = model
         self._grace_s = release_grace_s
         self._flight = _Flight()
@@ -69,6 +91,11 @@ class Hand:
         for release in decision.releases:
             work = self._release(release, decision.decision_id, leader_epoch)
             self._begin("release", release.worker_id, work)
+
+    @property
+    def advisory(self) -> bool:
+        """Whether it can act on nothing."""
+        return self._advisory
 
     def drain_again(self, drain: Drain, decision_id: str) -> None:
         """Repeat a drain that the router does not show; a call in flight is not doubled."""
@@ -124,6 +151,8 @@ class Hand:
 
     def _drain(self, drain: Drain, decision_id: str) -> Callable[[], Awaitable[Done]]:
         async def call() -> Done:
+            if self._advisory:
+                raise Refused(f"drain of {drain.worker_id}", [ADVISORY], "drain it by hand")
             await self._router.drain(
                 drain.worker_id,
                 epoch=drain.epoch,

@@ -26,8 +26,16 @@ class PlannerMetrics:
         self._gap = gauge(
             "readyplane_desired_ready_gap_tokens_per_second", "Rate wanted and not ready", LABELS
         )
-        self._rate = gauge(
-            "readyplane_ready_tokens_per_second", "Service rate of the ready workers", LABELS
+        self._rates = {
+            f"{what}_rate": gauge(f"readyplane_{what}_tokens_per_second", text, LABELS)
+            for what, text in (
+                ("desired", "Service rate of the workers wanted"),
+                ("provisioned", "Service rate of the workers that hold their resources"),
+                ("ready", "Service rate of the ready workers"),
+            )
+        }
+        self._target = gauge(
+            "readyplane_slo_target_seconds", "Target of the pool's latency: TTFT, TPOT", LABELS
         )
         self._load = gauge("readyplane_load_ratio", "Latency over target", LABELS)
         self._forecast = gauge(
@@ -134,7 +142,8 @@ class PlannerMetrics:
             self._ready: row["ready"],
             self._draining: row["draining"],
             self._gap: row["gap_rate"],
-            self._rate: row["ready_rate"],
+            self._target: row["target_s"],
+            **{family: row[rate] for rate, family in self._rates.items()},
             self._load: row["load"],
             self._predicted[name]: row["predicted_s"],
             self._actual[name]: row["actual_s"],

@@ -19,7 +19,7 @@ from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import Role, WorkerState
 from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Router
-from readyplane_planner.actuators import Hand, refusals
+from readyplane_planner.actuators import ADVISORY, Hand, refusals
 from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Drain, Memory, Plan, decide
 from readyplane_planner.explain import explanation
 from readyplane_planner.journal import (
@@ -82,6 +82,8 @@ class PlannerService:
 
     Args:
         policy: what is wanted until the journal holds a newer version.
+        actuator: starts and stops workers; without one the planner is advisory: it plans, shows
+            and explains, and orders, drains and releases nothing.
         registry: resolves the policy's manifest; None when the policy names a digest.
         make_id: unique text for decisions, a handful of letters and digits; deterministic in the
             simulator.
@@ -92,7 +94,7 @@ class PlannerService:
         *,
         policy: Policy,
         router: Router,
-        actuator: Actuator,
+        actuator: Actuator | None,
         registry: Resolver | None,
         journal: Journal,
         leadership: Leadership,
@@ -250,7 +252,8 @@ class PlannerService:
         look = await self._sources.look()
         # Without a new answer both are the same one: no rate can be made of it twice.
         self._previous, self._current = self._current, look.router or self._current
-        self._degraded = look.router_error or look.actuator_error
+        advice = ADVISORY if self._hand.advisory else ""
+        self._degraded = look.router_error or look.actuator_error or advice
         return look
 
     async def _lead(self) -> bool:
@@ -340,6 +343,8 @@ class PlannerService:
 
     def _drain_again(self, decision: Decision) -> None:
         """A drain that the router does not show was lost: it is told again."""
+        if self._hand.advisory:
+            return
         fresh = {d.worker_id for d in decision.drains}
         leaving = dict(self._memory.draining)
         for worker in self._current.workers if self._current is not None else ():

@@ -54,10 +54,16 @@ class Look:
 
 
 class Sources:
-    """Asks router and actuator. `timeout_s` bounds one look."""
+    """Asks router and actuator, if there is one. `timeout_s` bounds one look."""
 
     def __init__(
-        self, router: Router, actuator: Actuator, *, model: str, clock: Clock, timeout_s: float
+        self,
+        router: Router,
+        actuator: Actuator | None,
+        *,
+        model: str,
+        clock: Clock,
+        timeout_s: float,
     ) -> None:
         self._router = router
         self._actuator = actuator
@@ -79,6 +85,8 @@ class Sources:
         return router_sample(found, self._model, taken_s=self._clock.monotonic_s()), ""
 
     async def _instances(self) -> tuple[tuple[Instance, ...] | None, str]:
+        if self._actuator is None:
+            return (), ""
         try:
             async with asyncio.timeout(self._timeout_s):
                 found = await self._actuator.list_instances()
