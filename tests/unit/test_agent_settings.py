@@ -7,6 +7,7 @@ import pytest
 from readyplane.core.errors import InvalidField
 from readyplane.core.startup import StartMode
 from readyplane.core.worker import Role
+from readyplane_agent.__main__ import MARK, work_folder
 from readyplane_agent.settings import AgentSettings, parse
 
 FULL = [
@@ -70,3 +71,18 @@ def test_an_unknown_flag_is_never_ignored(capsys: pytest.CaptureFixture[str]) ->
         parsed("--worker-clas", "x")
     assert left.value.code == 2
     assert "--worker-clas" in capsys.readouterr().err
+
+
+def test_the_work_folder_is_emptied_only_if_an_agent_left_it(tmp_path: Path) -> None:
+    ours = tmp_path / "new" / "w1"
+    work_folder(ours)
+    (ours / "old").mkdir()
+    (ours / "old" / "engine.log").write_text("x")
+    work_folder(ours)
+    assert [p.name for p in ours.iterdir()] == [MARK]
+    theirs = tmp_path / "home"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("x")
+    with pytest.raises(InvalidField, match=r"thesis\.txt in it is not an agent's"):
+        work_folder(theirs)
+    assert (theirs / "thesis.txt").exists()

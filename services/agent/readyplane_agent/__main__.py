@@ -13,6 +13,7 @@ import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = SystemClock()
     try:
         settings = parse(sys.argv[1:] if argv is None else argv, os.environ)
-        _work_dir(settings.work_dir)
+        work_folder(settings.work_dir)
     except ReadyplaneError as error:
         print(f"readyplane_agent: {error}", file=sys.stderr)
         return ExitCode.USAGE
@@ -51,21 +52,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return asyncio.run(_live(settings, trace))
 
 
-def _work_dir(path: Path) -> None:
-    """An empty folder of our own; what an earlier life left there is not ours to read."""
+MARK = ".readyplane-agent"
+
+
+def work_folder(path: Path) -> None:
+    """Make an empty folder of our own; it is removed at the end of the life.
+
+    Raises:
+        InvalidField: it cannot be written, or holds files that no agent has left there.
+    """
+    remedy = "give a folder that can be written"
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for item in path.iterdir():
+        left = [item for item in path.iterdir() if item.name != MARK]
+        if left and not (path / MARK).exists():
+            remedy = f"give an empty folder: {left[0].name} in it is not an agent's"
+            raise InvalidField("--work-dir", str(path), remedy)
+        (path / MARK).touch()
+        for item in left:
             if item.is_dir() and not item.is_symlink():
-                import shutil
-
                 shutil.rmtree(item)
             else:
                 item.unlink()
     except OSError as error:
-        raise InvalidField(
-            "--work-dir", str(path), f"give a folder that can be written ({error.strerror})"
-        ) from error
+        raise InvalidField("--work-dir", str(path), f"{remedy} ({error.strerror})") from error
 
 
 @contextlib.asynccontextmanager
