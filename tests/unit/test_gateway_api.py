@@ -269,6 +269,33 @@ def test_unknown_is_404_and_not_ready_is_503() -> None:
     play(story, workers=(*FLEET, starting("c1", Role.PREFILL)))
 
 
+def test_a_model_is_not_forgotten_with_its_workers() -> None:
+    """A router that restarted, or a fleet that shrank to nothing: 503, and never 404."""
+
+    async def story(world: World) -> None:
+        world.router.set_fleet([])
+        await asyncio.sleep(0.1)
+        got = await world.ask(GOOD)
+        assert (got.status, got.error["code"]) == (503, "no_ready_pair")
+        got = await world.ask(path="/v1/models", method="GET")
+        assert got.json["data"] == []
+
+    play(story)
+
+
+def test_before_the_first_snapshot_nothing_is_unknown() -> None:
+    """B51."""
+
+    async def story(world: World) -> None:
+        fresh = type(world.gateway.fleet)(gone=lambda *_: None)
+        world.gateway.fleet = world.gateway.proxy._fleet = fresh
+        got = await world.ask(GOOD)
+        assert (got.status, got.error["code"]) == (503, "unavailable")
+        assert "retry-after" in got.headers
+
+    play(story)
+
+
 def test_made_up_models_add_no_series() -> None:
     """B159: and 404 is no success; the classes sum to the total."""
 

@@ -130,6 +130,7 @@ def test_a_chat_keeps_its_messages_and_is_routed_by_tokens() -> None:
 def test_what_the_router_is_told_of_a_request() -> None:
     async def story(world: World) -> None:
         body = {"model": MODEL, "prompt": [[9, 8]], "priority": -3, "cache_salt": "s"}
+        body["request_id"] = "mine"
         headers = {
             "x-llm-d-slo-ttft-ms": "1500",
             "x-llm-d-inference-fairness-id": "team-a",
@@ -146,6 +147,7 @@ def test_what_the_router_is_told_of_a_request() -> None:
         assert "max_tokens" not in sent.body
         # Both legs of one attempt carry one id, another attempt another: held KV is named by it.
         assert sent.headers["x-request-id"] == "res-1"
+        assert "request_id" not in sent.body
 
     play(story)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from readyplane.core.errors import NotFound, Refused
+from readyplane.core.errors import NotFound, Refused, Unavailable
 from readyplane.core.identity import KvFormat, compatible
 from readyplane.core.worker import Fleet, Role, Worker, WorkerState
 
+SEEN_MODELS_MAX = 1024
 _CAN_TOKENISE = (WorkerState.READY, WorkerState.DRAINING)
 
 
@@ -46,6 +47,7 @@ class FleetView:
         self.applied = False
         self._gone = gone
         self._models: dict[str, ModelFacts] = {}
+        self._seen: dict[str, None] = {}
         self._published: frozenset[str] = frozenset()
 
     def apply(self, fleet: Fleet) -> None:
@@ -61,6 +63,11 @@ class FleetView:
         self.applied = True
         names = {worker.offer.model for worker in fleet.workers.values()}
         self._models = {name: _facts(fleet, name) for name in sorted(names)}
+        for name in names:
+            self._seen.pop(name, None)
+            self._seen[name] = None
+        while len(self._seen) > SEEN_MODELS_MAX:
+            del self._seen[next(iter(self._seen))]
 
     def publish(self, models: Iterable[str]) -> None:
         """Models that the registry holds, whether or not a worker serves them."""
@@ -69,14 +76,20 @@ class FleetView:
     def find(self, model: str) -> ModelFacts:
         """What is known of a model.
 
+        A model whose workers have all gone, or that a restarted router has not heard of again, is
+        known and not ready.
+
         Raises:
+            Unavailable: no snapshot has come yet (B51).
             NotFound: neither the fleet nor the registry knows it (B172).
             Refused: every worker that was started for it failed, with the reasons (B172).
         """
         facts = self._models.get(model)
         if facts is None:
-            if model in self._published:
+            if self.knows(model):
                 return ModelFacts(model)
+            if not self.applied:
+                raise Unavailable("the router has not sent the fleet yet", "try again")
             raise NotFound("model", model[:200], "choose one of /v1/models")
         if facts.failures and not facts.starting and not facts.tokenisers:
             raise Refused(f"model {model}", facts.failures, "see the workers' start-up log")
@@ -84,7 +97,7 @@ class FleetView:
 
     def knows(self, model: str) -> bool:
         """Whether it may be a metric's label."""
-        return model in self._models or model in self._published
+        return model in self._models or model in self._seen or model in self._published
 
     def ready_models(self) -> list[ModelFacts]:
         """Models that can be served now."""

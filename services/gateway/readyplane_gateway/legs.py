@@ -106,6 +106,7 @@ class Bodies:
         empty).
         """
         shared = dict(ask.body)
+        shared.pop("request_id", None)  # the legs' id is ours: two clients may choose one
         if ask.kind is Kind.COMPLETIONS and token_ids:
             shared["prompt"] = msgspec.Raw(msgspec.json.encode(token_ids))
             shared.pop("add_special_tokens", None)
