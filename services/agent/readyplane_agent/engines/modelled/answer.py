@@ -28,6 +28,7 @@ LENGTH_MAX_TOKENS = 2048
 
 _LETTERS = b"eeeeettttaaaooiinnsshhrrdlucmfwypvbgk     ,.      eatoinshrdlucm"
 _ALPHABET = tuple(byte + TOKEN_OFFSET for byte in _LETTERS)
+_PACKED = tuple(token.to_bytes(4, "little") for token in _ALPHABET)
 _MASK = len(_ALPHABET) - 1
 assert len(_ALPHABET) == 64
 
@@ -71,13 +72,13 @@ class Answer:
 
     def take(self, count: int) -> list[int]:
         """The next `count` tokens, printable letters and spaces."""
-        state, taint = self._hash, self._taint
+        digest, update, taint = self._hash.intdigest, self._hash.update, self._taint
         out: list[int] = []
         for _ in range(count):
-            mixed = state.intdigest() ^ taint
-            token = _ALPHABET[(mixed ^ (mixed >> 32)) & _MASK]
-            state.update(token.to_bytes(4, "little"))
-            out.append(token)
+            mixed = digest() ^ taint
+            letter = (mixed ^ (mixed >> 32)) & _MASK
+            update(_PACKED[letter])
+            out.append(_ALPHABET[letter])
         return out
 
 

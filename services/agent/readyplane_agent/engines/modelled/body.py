@@ -191,7 +191,7 @@ def _prompt(doc: Mapping[str, Any]) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return tuple(answer.encode(prompt))
     if isinstance(prompt, list):
-        if any(isinstance(item, str | list) for item in prompt):
+        if not {str, list}.isdisjoint(map(type, prompt)):
             raise BadBody("Several prompts in one request are not supported; send one", "prompt")
         return _tokens(prompt, "prompt")
     raise BadBody("Give the prompt as text or as a list of token ids", "prompt")
@@ -235,7 +235,7 @@ def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
 
 
 def _tokens(value: Sequence[Any], name: str) -> tuple[int, ...]:
-    if not all(type(item) is int for item in value):
+    if not {int}.issuperset(map(type, value)):
         raise BadBody("Token ids must be whole numbers", name)
     return tuple(value)
 

@@ -214,19 +214,18 @@ class Runtime:
     def _request(self, job: Job, reason: str) -> EngineRequest:
         size = self.model.block_size
         salt = job.ask.cache_salt
-        hashes = sequence_hashes(job.packed, size, cache_salt=salt)
-        output: tuple[int, ...] = ()
+        whole = job.packed
         if job.mode is RequestMode.LOCAL and job.output <= OUTPUT_HASHED_TOKENS_MAX:
-            whole = job.packed + pack_tokens(job.tokens)
-            output = sequence_hashes(whole, size, cache_salt=salt)[len(hashes) :]
-        job.hashes = hashes + output
+            whole += pack_tokens(job.tokens)
+        job.hashes = sequence_hashes(whole, size, cache_salt=salt)
+        full = len(job.ask.prompt) // size
         return EngineRequest(
             request_id=job.id,
             prompt_tokens=len(job.ask.prompt),
             output_tokens=job.output,
-            block_hashes=hashes,
+            block_hashes=job.hashes[:full],
             mode=job.mode,
-            output_hashes=output,
+            output_hashes=job.hashes[full:],
             finish_reason=reason,
         )
 
