@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import sys
@@ -197,6 +199,38 @@ async def test_a_reader_that_has_to_queue_keeps_its_kv_alive(
         assert clock.monotonic_s() - begun_s > factory.traits.hold_s
         assert got.token_ids == alone.token_ids
         await busy
+
+
+async def test_many_hand_overs_and_clients_that_leave_leak_nothing(world: port_suite.World) -> None:
+    rng = random.Random(5)
+    answered: list[bool] = []
+
+    async def one(i: int) -> None:
+        prompt = world.prompt(rng.randint(1, 400))
+        patience_s = rng.choice([0.02, 0.1, 0.3, 30.0, 30.0])
+        body = {"model": "demo", "prompt": prompt, "max_tokens": rng.randint(1, 60)}
+        body |= {"ignore_eos": True, "stream": bool(i % 2)}
+        await asyncio.sleep(rng.random() * 0.5)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                params = await world.handover(prompt)
+                if i % 7 == 0:
+                    return  # nobody comes for it: it expires
+                url = world.d.serving().engine_url + "/v1/completions"
+                async with world.http.post(url, json={**body, "kv_transfer_params": params}) as r:
+                    text = await r.text()
+                    assert r.status == 200, text
+                    answered.append('"error"' not in text)
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(one(i) for i in range(120)))
+    assert answered and all(answered)
+    await world.until(world.d.is_idle)
+    await world.until(world.p.is_idle, limit_s=world.traits.hold_s + 3)
+    for engine in (world.p, world.d):
+        load = await engine.load_report()
+        assert (load.running, load.waiting, load.kv_used_blocks) == (0, 0, 0)
+        assert load.waiting_prefill_tokens == 0
 
 
 async def _running(engine: EnginePort) -> bool:
