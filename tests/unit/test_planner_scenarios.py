@@ -253,6 +253,26 @@ async def test_a_refused_order_is_said_and_retried() -> None:
     assert len(w.members(Role.PREFILL, WorkerState.READY)) >= 2
 
 
+async def test_a_refused_drain_is_no_drain() -> None:
+    """B35: the worker is counted as it stands, and asked again later."""
+    w = world(rps=lambda t: 6.0 if t < 40 else 0.0)
+    run = await planner(w)
+    await run.step(40)
+    serving = len(w.members(Role.PREFILL, WorkerState.READY))
+    drain = w.drain
+
+    async def refuses(worker_id: str, **_kwargs: object) -> object:
+        raise NotFound("worker", worker_id)
+
+    w.drain = refuses  # type: ignore[assignment,method-assign]
+    await run.step(60)
+    assert "refused" in run.codes(60)
+    assert run.decisions[-1].prefill.counts.ready >= serving - 1
+    w.drain = drain  # type: ignore[method-assign]
+    await run.step(120)
+    assert run.desired[-1][1:] == (1, 1)
+
+
 async def test_idle_rolling_replacement_keeps_the_target() -> None:
     """B22: surge, slow drains and starting workers in idle traffic change no target."""
     w = world()

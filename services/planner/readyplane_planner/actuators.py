@@ -209,5 +209,6 @@ class Hand:
 
 
 def refusals(done: list[Done]) -> tuple[Refusal, ...]:
-    """Orders that were not taken, in the words of the brain."""
-    return tuple(Refusal(d.worker_id, d.pool, d.note) for d in done if d.kind == "refused")
+    """Orders and drains that were not taken, in the words of the brain."""
+    kinds = {"refused", "drain_failed"}
+    return tuple(Refusal(d.worker_id, d.pool, d.note) for d in done if d.kind in kinds)

@@ -111,7 +111,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An order that the actuator did not take, and why (B35)."""
+    """An order that the actuator did not take, or a drain that the router did not, and why (B35)."""
 
     worker_id: str
     pool: str
@@ -182,7 +182,7 @@ class Observation:
         decoding, remaining, kv: sequences, tokens to come, KV tokens resident in the D pool.
         workers: living. allocations: what the actuator holds.
         fleet_known: whether the router's fleet is fresh; allocations_known: the actuator's list.
-        refused: orders that were not taken since the last observation.
+        refused: orders and drains that were not taken since the last observation.
         t_ready: start quantiles by pool. bad: refused samples. dead_series: ignored worker series.
         dt_s: seconds that the rates cover, 0 when there is no rate.
     """

@@ -55,6 +55,7 @@ def decide(
         optimiser: proposes targets; guard judges whatever it proposes, and stands in for it when
             it fails (R23.2).
     """
+    memory = _not_draining(observation, memory)
     pools = (
         census("prefill", observation, plan, memory, now_s=now_s),
         census("decode", observation, plan, memory, now_s=now_s),
@@ -104,6 +105,14 @@ def decide(
         degraded=_degraded(observation),
     )
     return decision, memory
+
+
+def _not_draining(observation: Observation, memory: Memory) -> Memory:
+    """A drain that was not taken is no drain: the worker counts as it stands, ready (B35)."""
+    refused = {r.worker_id for r in observation.refused}
+    if not refused:
+        return memory
+    return replace(memory, draining=tuple(d for d in memory.draining if d[0] not in refused))
 
 
 def _facts(observation: Observation, pools: Both, memory: Memory) -> list[Reason]:
