@@ -552,6 +552,27 @@ def test_facts_go_in_batches() -> None:
     play(story)
 
 
+def test_mere_progress_is_told_together() -> None:
+    async def story(world: World) -> None:
+        for name in ("p1", "p2"):
+            world.engine(name).plans.extend(Plan(after_s=10.0) for _ in range(20))
+
+        async def one(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            assert (await world.ask(stream=True)).status == 200
+
+        asked = [asyncio.ensure_future(one(n * 0.05)) for n in range(40)]
+        await asyncio.sleep(2.4)
+        before = len(world.router.batches)
+        await asyncio.sleep(6.0)
+        told = world.router.batches[before:]
+        assert sum(told) > 40
+        assert len(told) <= 12  # one each half second, although no two come at one time
+        await asyncio.gather(*asked)
+
+    play(story)
+
+
 def test_a_long_prefill_keeps_its_reservation_alive() -> None:
     async def story(world: World) -> None:
         world.router.ttl_s = 6.0

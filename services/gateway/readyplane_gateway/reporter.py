@@ -18,6 +18,7 @@ from readyplane_gateway.metrics import Meters
 
 BATCH_EVENTS_MAX = 64
 BATCH_EVERY_S = 0.02
+PROGRESS_BATCH_EVERY_S = 0.5  # nothing waits for these alone
 BUFFER_EVENTS_MAX = 65_536
 RETRY_S_MAX = 2.0
 CALL_S_MAX = 5.0
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Tells the router what happened, at most `BATCH_EVERY_S` late."""
+    """Tells the router what happened, at most `BATCH_EVERY_S` late (mere progress a little more)."""
 
     def __init__(self, router: Router, clock: Clock, meters: Meters) -> None:
         self._router = router
@@ -38,6 +39,7 @@ class Reporter:
         self._done = 0  # events ever sent or dropped
         self._away = False
         self._some = asyncio.Event()
+        self._soon = asyncio.Event()
         self._now = asyncio.Event()
         self._progress = asyncio.Condition()
 
@@ -53,20 +55,20 @@ class Reporter:
         self._buffer.append(event)
         self._told += 1
         self._some.set()
+        if event.kind is not EventKind.PROGRESS:
+            self._soon.set()
         if now or len(self._buffer) >= BATCH_EVENTS_MAX:
-            self._now.set()
+            self._hurry()
 
     async def run(self) -> None:
         """Send for ever; cancel to end."""
         pause_s = 0.0
         while True:
             await self._some.wait()
-            if not pause_s and not self._now.is_set():
-                try:
-                    async with asyncio.timeout(BATCH_EVERY_S):
-                        await self._now.wait()
-                except TimeoutError:
-                    pass
+            if not pause_s:
+                await _within(PROGRESS_BATCH_EVERY_S, self._soon)
+                await _within(BATCH_EVERY_S, self._now)
+            self._soon.clear()
             self._now.clear()
             sent = await self._send()
             pause_s = 0.0 if sent else min(RETRY_S_MAX, max(0.1, pause_s * 2))
@@ -77,7 +79,7 @@ class Reporter:
     async def flush(self, within_s: float) -> bool:
         """Wait until what was told so far is with the router; False when it was not in time."""
         mark = self._told
-        self._now.set()
+        self._hurry()
         try:
             async with asyncio.timeout(within_s), self._progress:
                 await self._progress.wait_for(lambda: self._done >= mark)
@@ -108,18 +110,34 @@ class Reporter:
             self._meters.events_unknown.inc(unknown)
         if not self._buffer:
             self._some.clear()
-        elif len(self._buffer) >= BATCH_EVENTS_MAX:
-            self._now.set()
+        else:
+            self._soon.set()
+            if len(self._buffer) >= BATCH_EVENTS_MAX:
+                self._hurry()
         self._meters.events_buffered.set(len(self._buffer))
         async with self._progress:
             self._progress.notify_all()
         return True
+
+    def _hurry(self) -> None:
+        self._soon.set()
+        self._now.set()
 
     def _make_room(self) -> None:
         """The oldest goes: its reservation has long expired by the router's own clock."""
         self._buffer.popleft()
         self._done += 1
         self._meters.events_dropped.inc()
+
+
+async def _within(bound_s: float, event: asyncio.Event) -> None:
+    if event.is_set():
+        return
+    try:
+        async with asyncio.timeout(bound_s):
+            await event.wait()
+    except TimeoutError:
+        pass
 
 
 class Booking:
