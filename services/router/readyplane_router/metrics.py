@@ -7,7 +7,7 @@ that have a desk, anything else is `other` (B159).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -110,10 +110,6 @@ class RouterCollector(Collector):
     def __init__(self, service: RouterService) -> None:
         """Read from `service` at every scrape."""
         self._service = service
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing beforehand: registering must not read the service."""
-        return []
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
