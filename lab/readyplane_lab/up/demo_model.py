@@ -16,14 +16,16 @@ import numpy as np
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import Canary
+from readyplane.core.work import pack_tokens
 from readyplane_agent.engines.modelled import answer
 
 SIZE_BYTES_DEFAULT = 300 * 10**6
 SHARDS_DEFAULT = 4
 HIDDEN = 1024
 MAX_MODEL_LEN = 131_072
-CANARY_TEXT = "What makes a worker ready?"
-CANARY_TOKENS = 12
+# The answer to this ends by itself after few tokens, so that the canary is quick and the EOS check
+# of the gate has an end to look at.
+CANARY_TEXT = "What makes worker 3625 ready?"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -83,12 +85,13 @@ def make_demo_model(
     _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     fingerprint = answer.fingerprint(digests)
     prompt = tuple(answer.encode(CANARY_TEXT))
+    length = answer.answer_length(pack_tokens(prompt))
     purposes = {_shard_name(i, shards): "weights" for i in range(shards)}
     purposes |= {"config.json": "config", "tokenizer.json": "tokenizer", _INDEX: "config"}
     return DemoModel(
         folder=folder,
         config=config,
-        canary=Canary(prompt, answer.golden_answer(fingerprint, prompt, CANARY_TOKENS)),
+        canary=Canary(prompt, answer.golden_answer(fingerprint, prompt, length)),
         purposes=purposes,
         size_bytes=sum((folder / name).stat().st_size for name in purposes),
         fingerprint=fingerprint,
