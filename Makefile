@@ -5,6 +5,7 @@ SHELL := bash
 
 VENV := .venv
 GEN := .venv-gen
+COMPOSE := .venv-compose
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 # Two quiet flags: the closing word is pip's errors, not its progress.
@@ -42,6 +43,12 @@ $(GEN)/stamp: requirements-gen.lock
 	@$(GEN)/bin/pip install $(PIP_FLAGS) --require-hashes -r requirements-gen.lock
 	@touch $@
 
+# What checks docker-compose.yml. Without it the check goes on, and says what it skips.
+$(COMPOSE)/stamp: tools/requirements-compose.lock tools/compose.sh
+	@python="$$(tools/find-python.sh)"; \
+	if tools/compose.sh "$$python"; then touch $@; \
+	else echo "setup: no Docker Compose could be had; docker-compose.yml is checked without it" >&2; fi
+
 # ------------------------------------------------------------------------ use
 
 up: setup ## Start the whole system on this machine (ARGS="..." are passed on).
@@ -62,7 +69,7 @@ test-unit: setup ## Run the tests of the pure brains only.
 
 # --------------------------------------------------------------------- checks
 
-check: setup $(GEN)/stamp ## Run every static check: format, lint, types, contracts, protos, tidy.
+check: setup $(GEN)/stamp $(COMPOSE)/stamp ## Run every static check: format, lint, types, contracts, protos, tidy.
 	@$(MAKE) --no-print-directory --keep-going format-check lint types contracts proto-lint tidy
 	@echo "check: all passed"
 
@@ -87,7 +94,7 @@ proto-lint:
 	@if [ -d proto/readyplane ]; then $(BIN)/buf lint && echo "buf lint: passed"; fi
 
 # The lock against pyproject, fresh generated code, pure modules, clocks, names, sizes, texts.
-tidy: $(GEN)/stamp
+tidy: $(GEN)/stamp $(COMPOSE)/stamp
 	$(BIN)/pytest -q tests/tidy
 
 # ----------------------------------------------------------------- generating
@@ -95,9 +102,9 @@ tidy: $(GEN)/stamp
 generate: $(GEN)/stamp ## Generate readyplane/v1 from proto/.
 	@tools/generate.sh
 
-lock: ## Renew requirements.lock and requirements-gen.lock (needs uv on PATH).
+lock: ## Renew the lock files (needs uv on PATH).
 	@tools/lock.sh
 
 clean: ## Remove the environments, the caches and what was built.
-	rm -rf $(VENV) $(GEN) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GEN) $(COMPOSE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

