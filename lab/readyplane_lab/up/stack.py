@@ -108,7 +108,9 @@ async def running_stack(
                 folder.redis,
                 database_url=options.database_url or None,
                 redis_url=options.redis_url or None,
+                fsync=not folder.temporary,
                 logs_dir=folder.logs,
+                gave_up=gave_up,
             )
         )
         environment = _environment(options, stores, token)
