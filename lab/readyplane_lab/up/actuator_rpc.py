@@ -6,10 +6,10 @@ from typing import Any
 
 import grpc
 
-from readyplane import wire
 from readyplane.ports import Actuator
 from readyplane.v1 import actuator_pb2 as pb
 from readyplane.v1 import actuator_pb2_grpc as pb_grpc
+from readyplane.wire.actuator import instance_to_proto, order_from_proto
 
 
 class ActuatorServicer(pb_grpc.ActuatorServicer):
@@ -23,9 +23,9 @@ class ActuatorServicer(pb_grpc.ActuatorServicer):
     ) -> pb.ProvisionResponse:
         """One order."""
         instance = await self._actuator.provision(
-            wire.order_from_proto(request.order), leader_epoch=request.leader_epoch
+            order_from_proto(request.order), leader_epoch=request.leader_epoch
         )
-        return pb.ProvisionResponse(instance=wire.instance_to_proto(instance))
+        return pb.ProvisionResponse(instance=instance_to_proto(instance))
 
     async def Release(
         self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -37,14 +37,14 @@ class ActuatorServicer(pb_grpc.ActuatorServicer):
             reason=request.reason,
             leader_epoch=request.leader_epoch,
         )
-        return pb.ReleaseResponse(instance=wire.instance_to_proto(instance))
+        return pb.ReleaseResponse(instance=instance_to_proto(instance))
 
     async def ListInstances(
         self, request: pb.ListInstancesRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListInstancesResponse:
         """Everything allocated, and what ended lately."""
         instances = await self._actuator.list_instances()
-        return pb.ListInstancesResponse(instances=[wire.instance_to_proto(i) for i in instances])
+        return pb.ListInstancesResponse(instances=[instance_to_proto(i) for i in instances])
 
 
 def register(server: grpc.aio.Server, actuator: Actuator) -> None:
