@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -297,6 +298,59 @@ def test_a_store_that_comes_back_is_refilled_and_no_epoch_goes_back(lost: bool) 
         assert states.get("d1", WorkerState.GONE) is WorkerState.GONE
         again = await silent.register()
         assert again.epoch > max(p0.lease.epoch, d0.lease.epoch)
+
+    on_virtual_time(main, policy=replace(POLICY, reservation_ttl_s=60.0))
+
+
+def test_a_router_that_was_stopped_does_not_take_its_own_silence_for_its_workers() -> None:
+    async def main(world: World) -> None:
+        router = world.service()
+        await router.start()
+        made = [await world.worker(router, name, P, renewing=False) for name in ("p0", "p1")]
+        for _ in range(8):
+            await asyncio.sleep(1.0)
+            for worker in made:
+                await worker.renew()
+            await router.tick()
+        await asyncio.sleep(30.0)  # stopped: nothing is heard, nothing is told
+        for _ in range(12):
+            await router.tick()
+            await asyncio.sleep(1.0)
+            await made[0].renew()
+        states = {k: w.state for k, w in (await router.list_workers()).workers.items()}
+        assert states == {"p0": WorkerState.READY, "p1": WorkerState.GONE}
+
+    on_virtual_time(main, policy=POLICY)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_store_replaced_between_two_looks_kills_nobody(older: bool) -> None:
+    """Restarted empty, or from an old copy whose leases have all run out, before anybody noticed."""
+
+    async def main(world: World) -> None:
+        store = flaky(world)
+        router = await world.router()
+        for name, role in (("p0", P), ("d0", D), ("d1", D)):
+            await world.worker(router, name, role)
+        await asyncio.sleep(1.0)
+        held = await router.route(shape("r1"))
+        copy_of = MemoryStore(world.clock, shared=True, name="another life")
+        if older:
+            copy_of._models = copy.deepcopy(store.inner._models)
+            for worker_id, kept in copy_of._model(MODEL).leases.items():
+                copy_of._model(MODEL).leases[worker_id] = replace(kept, expires_s=0.0)
+        store.inner = copy_of
+        pair = await router.route(shape("r2"))
+        await asyncio.sleep(30.0)
+        fleet = await router.list_workers()
+        assert {w.state for w in fleet.workers.values()} == {WorkerState.READY}
+        assert router.link.absences == 0 and fleet.degraded == ""
+        late = await router.route(shape("r3"))
+        usage = await world.store.usage(MODEL)
+        assert sum(usage[name].sequences for name in ("d0", "d1")) == 3
+        for one in (held, pair, late):
+            await router.complete(events(one, *SERVED))
+        assert all(use == Use() for use in (await world.store.usage(MODEL)).values())
 
     on_virtual_time(main, policy=replace(POLICY, reservation_ttl_s=60.0))
 

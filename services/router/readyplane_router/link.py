@@ -58,6 +58,10 @@ class Link:
         self._away_since_s = None
         self._answering_since_s = self._clock.monotonic_s()
 
+    def doubt(self) -> None:
+        """This router itself was away (stopped, starved): what it did not hear is its own fault."""
+        self._answering_since_s = self._clock.monotonic_s()
+
     def may_judge_expiry(self) -> bool:
         """Whether leases may be declared expired now."""
         return lease.may_judge_expiry(

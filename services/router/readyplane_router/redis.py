@@ -61,8 +61,9 @@ class RedisStore:
         self._script = client.register_script(SCRIPT)
         self._known: set[str] = set()
 
-    async def ping(self) -> None:
-        await self._bounded(self._redis.ping())
+    async def identity(self) -> str:
+        server = await self._bounded(self._redis.info("server"))
+        return str(server["run_id"])
 
     async def attend(self, router_id: str, *, ttl_s: float) -> int:
         async def call() -> int:

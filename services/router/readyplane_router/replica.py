@@ -67,6 +67,8 @@ class Replica:
         self._members = roster.members
         self._sharing = sharing.KvSharing(store, incarnation)
         self._ticks = 0
+        self._life = ""
+        self._ticked_s: float | None = None
 
     async def start(self) -> None:
         """Take over what the store knows.
@@ -75,7 +77,7 @@ class Replica:
             Unavailable: store or epochs do not answer.
         """
         self._roster.begin(await self._epochs.next())
-        await self._store.ping()
+        self._life = await self._store.identity()
         self._link.back()
         if self._store.shared:
             self._link.routers = await self._attend()
@@ -88,9 +90,16 @@ class Replica:
         """
         self._ticks += 1
         just_back = False
+        now_s, before_s = self._clock.monotonic_s(), self._ticked_s
+        self._ticked_s = now_s
+        if before_s is not None and now_s - before_s > self.policy.lease_ttl_s / 2:
+            log.warning("this router was not running", extra={"seconds": f"{now_s - before_s:.1f}"})
+            self._link.doubt()
         try:
-            if not self._link.answering:
-                await self._store.ping()
+            life = await self._store.identity()
+            if not self._link.answering or life != self._life:
+                # Away, or replaced so quickly that nobody noticed: it may be empty or older.
+                self._life = life
                 await self._refill()
                 self._link.back()
                 just_back = True
@@ -187,12 +196,14 @@ class Replica:
             self._apply(*found)
 
     async def refresh_if_shut(self, refused: str, model: str) -> None:
-        """A seat was refused for another reason than being full: this view is old."""
+        """A seat was refused for another reason than being full: this view, or the store, is old."""
         if refused.endswith(("no free sequence", "no free blocks")):
             return
         try:
+            for member in self._members.values():
+                member.dirty = member.dirty or member.mine
+            await self._flush()
             await self._resync()
-            await self._store.ping()
         except Unavailable as error:
             self._link.failed(error)
         self._pump(model)

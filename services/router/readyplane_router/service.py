@@ -57,6 +57,7 @@ from readyplane_router.roster import Roster
 from readyplane_router.store import ALL_SIDES, Store
 
 TAKE_TRIES_MAX = 8
+TAKE_PAUSE_S = 0.02
 ISL_MAX = 16_000_000
 OTHER_MODEL = "other"
 
@@ -277,7 +278,7 @@ class RouterService:
 
     async def _place(self, desk: Desk, entry: Waiting, *, explain: bool) -> Pair:
         first = True  # nothing has been waited for between arrival and here
-        for _ in range(TAKE_TRIES_MAX):
+        for attempt in range(TAKE_TRIES_MAX):
             desk.enqueue(entry)
             self._pump(desk.model, entry.arrived_s if first else None)
             first = False
@@ -299,6 +300,8 @@ class RouterService:
             for seat, used in zip(ends_of(held), taken.used, strict=False):
                 learn(seat, used)
             await self.members.refresh_if_shut(taken.refused, desk.model)
+            if attempt:
+                await self._clock.sleep(TAKE_PAUSE_S * attempt)
             entry.granted = asyncio.get_running_loop().create_future()
         raise Overloaded("other routers were first, time and again", desk.retry_after_s())
 

@@ -146,8 +146,8 @@ class Store(Protocol):
 
     shared: bool
 
-    async def ping(self) -> None:
-        """Whether it answers."""
+    async def identity(self) -> str:
+        """Which life of which server answers: another one after a restart or a fail-over."""
         ...
 
     async def attend(self, router_id: str, *, ttl_s: float) -> int:
@@ -289,16 +289,17 @@ def plus(one: Use, other: Use, sign: int = 1) -> Use:
 class MemoryStore:
     """The twin in memory, on an injected clock: for the simulator and for tests."""
 
-    def __init__(self, clock: Clock, *, shared: bool = False) -> None:
+    def __init__(self, clock: Clock, *, shared: bool = False, name: str = "memory") -> None:
         """Empty; `shared` when several services will use this one object."""
         self.shared = shared
+        self._name = name
         self._clock = clock
         self._models: dict[str, _Model] = {}
         self._routers: dict[str, float] = {}
         self._watchers: set[asyncio.Queue[Change]] = set()
 
-    async def ping(self) -> None:
-        return
+    async def identity(self) -> str:
+        return self._name
 
     async def attend(self, router_id: str, *, ttl_s: float) -> int:
         now_s = self._clock.monotonic_s()
