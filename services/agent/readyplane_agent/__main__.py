@@ -17,11 +17,12 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from readyplane.core.errors import InvalidField, ReadyplaneError
+from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
 from readyplane.core.startup import SegmentName
-from readyplane.kit.clock import SystemClock
+from readyplane.kit.clock import Clock, SystemClock
 from readyplane.kit.telemetry import setup_logging
 from readyplane.ports import Registry, Router
 from readyplane.profiles import load as load_profile
@@ -32,6 +33,9 @@ from readyplane_agent.lifecycle import ExitCode
 from readyplane_agent.settings import AgentSettings, parse
 from readyplane_agent.spans import export_start
 from readyplane_agent.trace import StartTrace, process_start_s
+
+NAME_S_MAX = 60.0
+"""How long a registry that is away is waited for when only a name was given."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,6 +116,13 @@ async def _live(settings: AgentSettings, trace: StartTrace) -> int:
         print(f"readyplane_agent: {error}", file=sys.stderr)
         return ExitCode.USAGE
     async with _clients(settings) as (router, registry):
+        try:
+            if settings.engine != "attached" and not settings.manifest.startswith("sha256:"):
+                with trace.span(SegmentName.ARTIFACT_DISCOVERY, "the name's digest"):
+                    settings = await with_digest(settings, registry, clock)
+        except ReadyplaneError as error:
+            print(f"readyplane_agent: {error}", file=sys.stderr)
+            return ExitCode.START_FAILED
         life = Life(
             settings,
             incarnation=incarnation,
@@ -135,6 +146,31 @@ async def _live(settings: AgentSettings, trace: StartTrace) -> int:
         if life.ready_s is None:
             await asyncio.to_thread(_export, life)
         return code
+
+
+async def with_digest(
+    settings: AgentSettings, registry: Registry | None, clock: Clock
+) -> AgentSettings:
+    """The settings with a digest as `manifest`: a lease is asked for content, not for a name.
+
+    A tag is looked up, and without one the model's name; a registry that is away is waited for.
+
+    Raises:
+        NotFound, IdentityMismatch: the name means nothing, or several things. Unavailable: the
+            registry stayed away for NAME_S_MAX.
+    """
+    assert registry is not None, "settings.parse asks for its address"
+    until_s, pause_s = clock.monotonic_s() + NAME_S_MAX, 0.5
+    while True:
+        try:
+            found = await registry.resolve(settings.manifest or settings.model)
+        except Unavailable:
+            if clock.monotonic_s() + pause_s > until_s:
+                raise
+            await clock.sleep(pause_s)
+            pause_s = min(5.0, pause_s * 2)
+        else:
+            return replace(settings, manifest=found.digest)
 
 
 def _on_ready(life: Life) -> None:

@@ -28,7 +28,7 @@ HELP: Mapping[str, str] = {
     "router": "gRPC address of the router, host:port",
     "work_dir": "folder for this worker's own files; emptied at exit",
     "registry": "gRPC address of the registry, host:port",
-    "manifest": "digest of the weights to serve; empty: what the model name resolves to",
+    "manifest": "digest or tag of the weights to serve; empty: what the model name resolves to",
     "worker_class": "worker class, as the planner names it",
     "generation": "rollout generation of the group",
     "mode": "eager, jit or aot",
