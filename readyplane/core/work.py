@@ -5,6 +5,7 @@ Token work, never request counts, is the unit of demand (R4).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -166,7 +167,7 @@ class LengthStats:
 
 
 def _bin(edges: Sequence[int], value: int) -> int:
-    return max(0, int(np.searchsorted(edges, value, side="right")) - 1)
+    return max(0, bisect_right(edges, value) - 1)
 
 
 def expected_remaining(
