@@ -35,7 +35,10 @@ from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_lab.workload.trace import read_trace
 
 FIRST_PAIR_WITHIN_S = 120.0
-QUICK_TRAFFIC_S = 40.0
+QUICK_TRAFFIC_S = 35.0
+QUICK_BURST_S = 22.0
+QUICK_BURST_FACTOR = 6.0
+QUICK_OSL_MAX = 300
 QUICK_DRAIN_WITHIN_S = 45.0
 OPEN_END_WITHIN_S = 130.0
 
@@ -93,12 +96,19 @@ def make_workload(options: UpOptions) -> Workload:
         if options.quick:
             text += f", its first {QUICK_TRAFFIC_S:.0f} s"
         return Workload(text, requests)
-    if options.quick:
-        wave = Wave(options.rate_rps * 0.2, swing=0.0, bursts=((0.0, 24.0, 6.5),))
-    else:
-        wave = Wave(options.rate_rps)
     text = f"built-in conversation, mean {options.rate_rps:g} requests/s, seed {options.seed}"
-    return Workload(text, _until(conversation(wave, seed=options.seed), options))
+    if options.quick:
+        calm = 0.2 * options.rate_rps
+        wave = Wave(calm, swing=0.0, bursts=((0.0, QUICK_BURST_S, QUICK_BURST_FACTOR),))
+        drawn = conversation(wave, seed=options.seed, osl_max=QUICK_OSL_MAX)
+        text = (
+            f"built-in conversation, {QUICK_BURST_FACTOR * calm:g} requests/s for "
+            f"{QUICK_BURST_S:.0f} s, then {calm:g}; outputs cut to {QUICK_OSL_MAX} tokens; "
+            f"seed {options.seed}"
+        )
+        return Workload(text, _until(drawn, options))
+    drawn = conversation(Wave(options.rate_rps), seed=options.seed)
+    return Workload(text, _until(drawn, options))
 
 
 def _until(requests: Iterable[WorkloadRequest], options: UpOptions) -> Iterator[WorkloadRequest]:

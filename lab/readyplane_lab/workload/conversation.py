@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,7 @@ OSL_QUANTILES = (
     (0.99, 601.0),
     (1.0, 900.0),
 )
+OSL_MAX = 1_000_000
 SYSTEM_PROMPTS = 6
 SYSTEM_TOKENS = 160
 TURN_TOKENS_MIN = 24
@@ -76,6 +77,7 @@ def conversation(
     continue_probability: float = 0.6,
     isl_factor: float = 1.0,
     osl_factor: float = 1.0,
+    osl_max: int = OSL_MAX,
 ) -> Iterator[WorkloadRequest]:
     """Requests of the built-in workload, in order of arrival; endless without a duration.
 
@@ -83,6 +85,7 @@ def conversation(
         wave: rate over time. seed: of every draw. duration_s: last arrival.
         continue_probability: share of requests that continue a session, 0 to 1.
         isl_factor, osl_factor: multiply the drawn lengths (ISL or OSL bursts).
+        osl_max: longer outputs are cut to it.
 
     Raises:
         InvalidField: a rate that is not above 0, or a share outside 0 to 1.
@@ -91,7 +94,8 @@ def conversation(
         raise InvalidField("rate", wave.mean_rps, "use requests per second above 0")
     if not 0.0 <= continue_probability <= 1.0:
         raise InvalidField("continue_probability", continue_probability, "use 0 to 1")
-    return _draw(wave, seed, duration_s, continue_probability, isl_factor, osl_factor)
+    drawn = _draw(wave, seed, duration_s, continue_probability, isl_factor, osl_factor)
+    return (replace(r, osl=min(r.osl, osl_max)) for r in drawn)
 
 
 def _draw(
