@@ -66,6 +66,7 @@ class Box:
     failed: bool = False
     leased: bool = True
     active: int = 0
+    ends_s: float | None = None
 
     @property
     def alive(self) -> bool:
@@ -104,6 +105,7 @@ class World:
     drains: list[str] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
     leader_epoch: int = 0
+    grace_s: float = 3.0
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,6 +124,8 @@ class World:
         now_s = self.clock.now_s
         t = now_s - self.begun_s
         for box in self.boxes.values():
+            if box.alive and box.ends_s is not None and now_s >= box.ends_s:
+                box.exited_s, box.state = now_s, WorkerState.GONE
             if box.alive and box.state is WorkerState.PROVISIONED and now_s >= box.ready_s:
                 box.state = WorkerState.READY
         rps, isl, osl, hit = self.rps(t), self.isl(t), self.osl(t), self.hit(t)
@@ -291,8 +295,8 @@ class World:
         if box is None:
             raise NotFound("worker", worker_id)
         self.releases.append(worker_id)
-        if box.alive:
-            box.exited_s, box.state = self.clock.now_s, WorkerState.GONE
+        if box.alive and box.ends_s is None:
+            box.ends_s = self.clock.now_s + self.grace_s
         return self.instance(box)
 
     async def list_instances(self) -> list[Instance]:

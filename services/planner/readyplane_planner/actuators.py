@@ -152,7 +152,8 @@ class Hand:
     def _drain(self, drain: Drain, decision_id: str) -> Callable[[], Awaitable[Done]]:
         async def call() -> Done:
             if self._advisory:
-                raise Refused(f"drain of {drain.worker_id}", [ADVISORY], "drain it by hand")
+                # Advice is taken as followed: the next one builds on it instead of repeating it.
+                return Done("advised", drain.worker_id, drain.pool, decision_id, ADVISORY)
             await self._router.drain(
                 drain.worker_id,
                 epoch=drain.epoch,

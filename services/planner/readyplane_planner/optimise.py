@@ -169,7 +169,7 @@ def prefill_workers(
     # Workers that only clear a queue are let go again: not faster than it pays to start them.
     clear_s = max(problem.catch_up_s, problem.t_ready_p_s / 2.0)
     # Within a window of the bound's length the queue may take what the slack allows.
-    burst = demand.upper * share * problem.window_s / (problem.window_s + slack_s * 0.5)
+    burst = demand.upper * share * problem.window_s / (problem.window_s + slack_s)
     for n in range(max(1, bounds.low), bounds.high + 1):
         rate = n * model.rate
         excess = max(0.0, left - rate * slack_s * 0.5)

@@ -95,7 +95,7 @@ class DownPolicy(_Strict):
     max_step: int = Field(default=1, ge=1, le=WORKERS_MAX)
     window_s: Positive = 15.0
     hold_s: Seconds | None = None
-    band: Share = 0.2
+    band: Share = 0.1
 
 
 class PriorPolicy(_Strict):

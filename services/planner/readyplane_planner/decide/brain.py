@@ -530,6 +530,9 @@ def _remember(acted: _Acted, observation: Observation, pools: Both, *, now_s: fl
     leaving = [d.worker_id for d in acted.drains] + [w.worker_id for p in pools for w in p.draining]
     for worker_id in leaving:
         draining.setdefault(worker_id, now_s)
+    # What is given back ends in its own time and is counted no more, though it is still seen; the
+    # new time is when it is given back again at the earliest.
+    draining.update((r.worker_id, now_s) for r in acted.releases if r.worker_id in left)
     served = tuple(dict.fromkeys((*(s for s in memory.served if s in left), *sorted(ready))))
     before = dict(memory.suspects)
     suspects = {s: before.get(s, now_s) for p in pools for s in p.suspects}

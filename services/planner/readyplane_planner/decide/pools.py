@@ -182,19 +182,20 @@ def _without_lease(pool: Pool, allocation: Allocation, view: _View) -> None:
     coming = Coming(
         worker_id, allocation.allocated_ago_s, allocation.manifest_digest, allocation.generation
     )
-    fresh = worker_id not in view.served and allocation.allocated_ago_s <= view.bound_s
-    if fresh and worker_id not in view.draining:
+    if worker_id in view.draining:
+        pool.overdue.append(coming)
+        if view.fleet_known and view.now_s - view.draining[worker_id] >= view.orphan_s:
+            why = "drained and gone from the router"
+            pool.releases.append(Release(worker_id, pool.name, why))
+        return
+    if worker_id not in view.served and allocation.allocated_ago_s <= view.bound_s:
         pool.coming.append(coming)
         return
     pool.suspects.append(worker_id)
     if view.given_up(worker_id):
         known = worker_id in view.served
         why = "orphan: it served and has no lease" if known else "orphan: it never came up"
-        if worker_id in view.draining:
-            why = "drained and gone from the router"
         pool.releases.append(Release(worker_id, pool.name, why))
-        pool.overdue.append(coming)
-    elif worker_id in view.draining:
         pool.overdue.append(coming)
     else:
         pool.coming.append(coming)
