@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
-import typer
+import typer.main
 
 from readyplane_lab.cli.app import app
 from readyplane_lab.cli.faults import ExitCode, failure, tell, wants_debug
@@ -18,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of `argv` (by default that of the process); never raises, returns the code."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = app(args=given, prog_name="readyplane", standalone_mode=False)
+        code = _command()(args=given, prog_name="readyplane", standalone_mode=False)
     except typer.TyperException as error:
         return usage(error)
     except (KeyboardInterrupt, typer.Abort):
@@ -28,6 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code == ExitCode.INTERRUPTED:
         print(file=sys.stderr)
     return int(code or 0)
+
+
+@cache
+def _command() -> Any:
+    return typer.main.get_command(app)
 
 
 def usage(error: typer.TyperException) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -162,6 +163,7 @@ def _bars() -> Iterator[Callable[[Progress], None]]:
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
         console=output.console(stderr=True),
+        disable=not sys.stderr.isatty(),
         transient=True,
     )
     tasks: dict[str, Any] = {}

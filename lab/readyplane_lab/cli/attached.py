@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from readyplane.core.errors import InvalidField, ReadyplaneError, Refused, Unavailable
 from readyplane_lab.cli import output
+from readyplane_lab.cli.faults import ExitCode
 from readyplane_lab.cli.where import TOKEN, Where, router_of
 
 if TYPE_CHECKING:
@@ -155,11 +156,10 @@ class Follower:
                 await asyncio.wait({ended}, timeout=POLL_S)
                 status.update(await self._look())
         code = ended.result()
-        if self._stops and code == AGENT_LEFT:
-            print(f"{self._worker_id} has left; the engine goes on")
-            return 0 if self._admitted else 130
-        if self._stops > 1:
-            return 130
+        if self._stops:
+            left = code == AGENT_LEFT
+            print(f"{self._worker_id} {'has left' if left else 'was cut off'}; the engine goes on")
+            return ExitCode.DONE if left and self._admitted else ExitCode.INTERRUPTED
         return self._ended_by_itself(code, log)
 
     def _stop(self, agent: asyncio.subprocess.Process) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, overload
@@ -80,10 +81,12 @@ def replay(
     from readyplane_lab.demo import DEMO_POLICY
     from readyplane_lab.simulator.replay import Replay, run_replay, write_replay
     from readyplane_lab.up.options import merge, read_policy
+    from readyplane_planner.policy import read_policy as check_policy
 
     wanted = dict(DEMO_POLICY)
     if policy is not None:
         wanted = merge(wanted, read_policy(policy))
+    check_policy(wanted)
     name, requests = _workload(trace, rate or RATE_RPS, duration, limit, seed)
     clock = SystemClock()
     began_s = clock.monotonic_s()
@@ -173,6 +176,7 @@ class _progress:  # noqa: N801 - used as a context manager, like a function
             "requests",
             TimeRemainingColumn(),
             console=output.console(stderr=True),
+            disable=not sys.stderr.isatty(),
             transient=True,
             refresh_per_second=4,
         )

@@ -18,6 +18,7 @@ from readyplane_lab.cli.where import RouterAddress, Where, find, router_of, run
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from readyplane.core.work import RequestShape
     from readyplane.core.worker import Fleet
@@ -30,6 +31,7 @@ EXAMPLES = examples(
 )
 TOKENS_MAX = 2_000_000
 PROMPT_BYTES_MAX = 32 * 1024 * 1024
+NONE_IS_USUAL = {"stall_s"}
 TERMS = (
     ("queue_s", "wait for P"),
     ("prefill_s", "prefill"),
@@ -204,29 +206,29 @@ def show_pair(screen: Console, pair: Pair, shape: RequestShape) -> None:
         screen.print(f"predicted {name} {value_s:.{digits}f} s{aim}")
     pairs: Sequence[Mapping[str, Any]] = told.get("pairs") or ()
     if pairs:
-        screen.print(_terms(pairs, int(told.get("candidates", len(pairs)))))
+        count = int(told.get("candidates", len(pairs)))
+        screen.print(f"\nthe best {len(pairs)} of {count} pairs, seconds, best first")
+        screen.print(_terms(pairs))
     excluded: Mapping[str, str] = told.get("excluded") or {}
     if excluded:
-        made = output.table("not considered", "why not", title=f"{len(excluded)} excluded")
+        made = output.table("not considered", "why not", fixed=("not considered",))
         for name, why in excluded.items():
             made.add_row(name, why)
         screen.print(made)
 
 
-def _terms(pairs: Sequence[Mapping[str, Any]], candidates: int) -> Any:
+def _terms(pairs: Sequence[Mapping[str, Any]]) -> Table:
     names = [f"{p['prefill']}\n{p['decode']}" for p in pairs]
-    made = output.table(
-        "seconds",
-        *names,
-        right=names,
-        title=f"the best {len(pairs)} of {candidates} pairs (prefill above decode), best first",
-    )
+    made = output.table("prefill\ndecode", *names, right=names)
     for key, label in (
         ("prefill_cached_tokens", "cached at P, tokens"),
         ("decode_cached_tokens", "cached at D, tokens"),
     ):
         made.add_row(label, *(f"{p[key]:,}" for p in pairs))
     for key, label in TERMS:
+        values = [p["terms"][key] for p in pairs]
+        if key in NONE_IS_USUAL and not any(values):
+            continue
         bold = "bold" if key in {"ttft_s", "tpot_s", "cost_s"} else ""
-        made.add_row(label, *(f"{p['terms'][key]:.4f}" for p in pairs), style=bold)
+        made.add_row(label, *(f"{value:.4f}" for value in values), style=bold)
     return made

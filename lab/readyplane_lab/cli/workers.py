@@ -29,6 +29,7 @@ from readyplane_lab.cli.where import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from readyplane.client import RouterClient
     from readyplane.core.worker import Fleet, Worker
 
 EXAMPLES = examples(
@@ -137,7 +138,7 @@ def fleet_document(fleet: Fleet, ordered: Sequence[Mapping[str, Any]]) -> dict[s
     """`{"version", "degraded", "workers": [row]}`; null is not known."""
     rows = [worker_row(w) for w in fleet.workers.values()]
     rows += [row_of(state) for state in ordered]
-    rows.sort(key=lambda r: (r["role"] != "prefill", r["state"], r["worker_id"]))
+    rows.sort(key=lambda r: (r["state"] == "gone", r["role"] != "prefill", r["worker_id"]))
     return {"version": fleet.version, "degraded": fleet.degraded, "workers": rows}
 
 
@@ -178,7 +179,7 @@ def row_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """The row of the command from a row of a state document: fixed keys, null where not known."""
     start = state.get("start") or {}
     ready = state["state"] not in STARTING
-    row = {key: state.get(key) for key in ROW}
+    row = {key: None if state.get(key) == "" else state.get(key) for key in ROW}
     return {
         **row,
         "tier": None if row["tier"] == "unknown" else row["tier"],
@@ -221,7 +222,9 @@ def _title(key: str) -> str:
 
 
 def _cells(row: Mapping[str, Any], differing: Sequence[str]) -> list[str]:
-    colour = {"ready": "green", "draining": "yellow", "stalled": "red"}.get(row["state"], "cyan")
+    colour = {"ready": "green", "draining": "yellow", "stalled": "red", "gone": "dim"}.get(
+        row["state"], "cyan"
+    )
     if row["blocking_segment"]:
         segment = f"waits in {row['blocking_segment']}"
     elif row["dominant_segment"]:
@@ -274,7 +277,7 @@ async def _drain(
 
     clock = SystemClock()
     async with router_of(where) as router:
-        worker_id = match(given, (await router.list_workers()).workers)
+        worker_id = match(given, await living(router))
         drained = await router.drain(worker_id, reason=reason, deadline_s=deadline_s)
         began_s = clock.monotonic_s()
         left = False
@@ -282,8 +285,8 @@ async def _drain(
             with output.console(stderr=True).status(f"{worker_id} drains") as status:
                 while not left and clock.monotonic_s() - began_s < deadline_s + WAIT_MORE_S:
                     await clock.sleep(0.25)
-                    now = (await router.list_workers()).workers.get(worker_id)
-                    left = now is None or str(now.state) == "gone" or now.epoch != drained.epoch
+                    now = (await living(router)).get(worker_id)
+                    left = now is None or now.epoch != drained.epoch
                     if now is not None and not left:
                         status.update(f"{worker_id} drains, {now.active} requests are finishing")
     took_s = clock.monotonic_s() - began_s
@@ -300,6 +303,12 @@ async def _drain(
             [f"it has not left {took_s:.0f} s after the order to drain"],
             "look at it with `readyplane workers`",
         )
+
+
+async def living(router: RouterClient) -> dict[str, Worker]:
+    """Workers by id, without those that have left and are only remembered for a while."""
+    fleet = await router.list_workers()
+    return {name: w for name, w in fleet.workers.items() if str(w.state) != "gone"}
 
 
 def match(given: str, known: Mapping[str, object]) -> str:

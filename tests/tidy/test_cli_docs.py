@@ -1,0 +1,17 @@
+"""docs/cli.md says what `--help` says."""
+
+from readyplane_lab.cli.reference import reference
+from tests.tidy import tree
+
+
+def test_the_page_of_the_command_is_fresh() -> None:
+    remedy = "run: python -m readyplane_lab.cli.reference > docs/cli.md"
+    assert tree.text("docs/cli.md") == reference(), remedy
+
+
+def test_every_command_has_examples() -> None:
+    sections = reference().split("\n## ")[1:]
+    assert len(sections) == 17
+    for section in sections:
+        name = section.partition("\n")[0]
+        assert section.count(f"\n{name}") >= 2, f"{name}: usage, and an example at least"
