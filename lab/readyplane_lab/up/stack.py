@@ -16,14 +16,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from readyplane import profiles
 from readyplane.client import RegistryClient
 from readyplane.core.errors import InvalidField, NotFound
-from readyplane.kit.auth import TokenCheck
 from readyplane.kit.clock import Clock
-from readyplane.kit.rpc import OPTIONS, Guard
 from readyplane_lab.demo import DEMO_POLICY, MODEL, MODEL_TAG, QUICK_POLICY
 from readyplane_lab.up import actuator_rpc
 from readyplane_lab.up.actuator import LocalActuator, WorkerPlace
@@ -144,7 +140,9 @@ async def running_stack(
             clock=clock,
             profile_of=_profile_of,
         )
-        actuator_address = await _serve_actuator(rooms, actuator, token)
+        actuator_address = f"127.0.0.1:{free_port()}"
+        server = await actuator_rpc.serve(actuator, address=actuator_address, token=token)
+        rooms.push_async_callback(server.stop, 1.0)
         for service in (router, planner, gateway):
             service.environment.update(
                 READYPLANE_REGISTRY=registry.grpc,
@@ -195,15 +193,6 @@ async def _stop_in_order(
     await services.stop("gateway")
     await actuator.release_all(grace_s=RELEASE_GRACE_S, reason="the run ends")
     await services.close()
-
-
-async def _serve_actuator(rooms: AsyncExitStack, actuator: LocalActuator, token: str) -> str:
-    server = grpc.aio.server(interceptors=[Guard(TokenCheck(token))], options=OPTIONS)
-    actuator_rpc.register(server, actuator)
-    port = server.add_insecure_port(f"127.0.0.1:{free_port()}")
-    await server.start()
-    rooms.push_async_callback(server.stop, 1.0)
-    return f"127.0.0.1:{port}"
 
 
 def _environment(options: UpOptions, stores: Stores, token: str) -> dict[str, str]:
