@@ -194,7 +194,10 @@ def decision(decision_id: str, *, changed: bool = True) -> dict[str, Any]:
         "at_s": 1_790_000_000.0,
         "summary": "prefill 1 → 2, 1 ordered" if changed else "hold: targets fit the demand",
         "changes": [{"pool": "prefill", "from": 1, "to": 2}] if changed else [],
-        "reasons": [{"code": "ttft", "text": "TTFT passes its target", "pool": "prefill"}],
+        "reasons": [
+            {"code": "coupled", "text": "about decode", "pool": "decode"},
+            {"code": "ttft", "text": "TTFT passes its target", "pool": "prefill"},
+        ],
     }
 
 

@@ -179,6 +179,7 @@ def test_decisions(cli: Terminal, planner: FakePlanner) -> None:
     assert len(everything) == 3
     table = cli("decisions", *PLANNER).out
     assert "d1790000001-bbbb" in table and "TTFT passes its target" in table
+    assert "about decode" not in table, "the reason shown is one of the pool that changed"
     assert max(map(len, table.splitlines())) <= 100
 
 

@@ -49,7 +49,7 @@ def test_over_a_real_connection(cli: Terminal, monkeypatch: pytest.MonkeyPatch) 
     try:
         given = ("--planner", f"127.0.0.1:{port}")
         nameless = cli("decisions", *given)
-        assert nameless.code == 1 and "not authenticated" in nameless.err
+        assert nameless.code == 1 and "set READYPLANE_TOKEN" in nameless.err
         monkeypatch.setenv("READYPLANE_TOKEN", "t")
         assert cli("decisions", "--json", *given).document["decisions"][0]["summary"] == "s"
         refused = cli("policy", "set", "ttft_s=3", *given)

@@ -65,8 +65,7 @@ def decisions_table(found: Sequence[Mapping[str, Any]]) -> Table:
 
     made = output.table("decision", "at", "what and why", fixed=("decision", "at"))
     for decision in found:
-        reasons = decision.get("reasons") or ()
-        why = _line(reasons[0]["text"]) if reasons else ""
+        why = _line(_why(decision))
         changed = bool(decision.get("changes"))
         what = escape(decision.get("summary", ""))
         made.add_row(
@@ -77,6 +76,14 @@ def decisions_table(found: Sequence[Mapping[str, Any]]) -> Table:
         )
     made.caption = None if found else "no decisions yet (--all shows those that changed nothing)"
     return made
+
+
+def _why(decision: Mapping[str, Any]) -> str:
+    """The first reason that is about a pool that changed, else the first one."""
+    reasons = decision.get("reasons") or ()
+    changed = {change["pool"] for change in decision.get("changes") or ()}
+    own = [r["text"] for r in reasons if r.get("pool") in changed]
+    return next(iter([*own, *(r["text"] for r in reasons)]), "")
 
 
 def _line(text: str) -> str:

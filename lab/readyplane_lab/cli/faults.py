@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from enum import IntEnum
 
-from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
+from readyplane.core.errors import InvalidField, ReadyplaneError, Unauthenticated, Unavailable
 
 DEBUG = "READYPLANE_DEBUG"
 
@@ -51,7 +51,9 @@ def failure(error: Exception, *, debug: bool) -> ExitCode:
         import traceback
 
         traceback.print_exception(error, file=sys.stderr)
-    if isinstance(error, ReadyplaneError):
+    if isinstance(error, Unauthenticated):
+        tell("not authenticated; set READYPLANE_TOKEN to the token of that system")
+    elif isinstance(error, ReadyplaneError):
         tell(str(error))
     elif isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
