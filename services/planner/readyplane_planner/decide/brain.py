@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from readyplane_planner import capacity, guard, optimise, rollout
+from readyplane_planner import capacity, guard, optimise
 from readyplane_planner.capacity import Load, Prediction, Supply
-from readyplane_planner.decide import demand, victims
+from readyplane_planner.decide import acting, demand
 from readyplane_planner.decide.pools import Pool, census, eta_s
 from readyplane_planner.decide.values import (
     POOLS,
     Decision,
-    Drain,
     Memory,
-    OpenOrder,
     Plan,
     PoolDecision,
     Reason,
-    Release,
-    StartOrder,
 )
 from readyplane_planner.guard import Counts, Limits, PoolMemory, Trust, Verdict
 from readyplane_planner.optimise import Bounds, Demand, Optimiser, Problem, Proposal
 from readyplane_planner.signals import Kind, Observation
 
-SERVED_MAX = 4096
 Both = tuple[Pool, Pool]
 
 
@@ -71,7 +65,9 @@ def decide(
     verdicts, memory = _judge(
         observation, plan, memory, pools, counts, proposal, reasons, now_s=now_s
     )
-    acted = _act(observation, plan, memory, pools, verdicts, reasons, decision_id, now_s=now_s)
+    acted = acting.act(
+        observation, plan, memory, pools, verdicts, reasons, decision_id, now_s=now_s
+    )
     memory = acted.memory
     both = [
         _pool_decision(name, observation, plan, memory, verdict, proposal, count, pool, model, seen)
@@ -374,175 +370,6 @@ def _losses(pool: Pool, memory: Memory) -> int:
     open_ids = {o.worker_id for o in memory.orders}
     lost = {*pool.failed, *(c.worker_id for c in pool.overdue)}
     return len(lost & open_ids)
-
-
-@dataclass(slots=True)
-class _Acted:
-    memory: Memory
-    verdicts: tuple[Verdict, Verdict]
-    orders: list[StartOrder]
-    drains: list[Drain]
-    releases: list[Release]
-
-
-def _act(
-    observation: Observation,
-    plan: Plan,
-    memory: Memory,
-    pools: Both,
-    verdicts: tuple[Verdict, Verdict],
-    reasons: list[Reason],
-    decision_id: str,
-    *,
-    now_s: float,
-) -> _Acted:
-    """Turn verdicts into orders, drains and releases, and remember them."""
-    seen = [(c.digest, c.number) for p in pools for c in p.coming]
-    seen += [(w.manifest_digest, w.generation) for p in pools for w in (*p.ready, *p.draining)]
-    memory = replace(
-        memory, generation=rollout.advance(memory.generation, plan.manifest_digest, seen)
-    )
-    acted = _Acted(memory, verdicts, [], [], [])
-    done: list[Verdict] = []
-    for pool, verdict in zip(pools, verdicts, strict=True):
-        if not plan.paused:
-            acted.releases.extend(pool.releases)
-        grow = verdict.grow
-        retire: tuple[str, ...] = ()
-        if not plan.paused and not verdict.shrink and not grow:
-            grow, retire = _rolling(pool, verdict, acted.memory, plan, reasons, now_s=now_s)
-        if grow and not plan.manifest_digest:
-            reasons.append(Reason("artifact_unknown", "no artifact to start from", pool.name))
-            grow = 0
-        _order(acted, pool.name, grow, plan, decision_id, now_s=now_s)
-        given_up = _give_up(acted, pool, verdict.shrink, retire, plan, reasons)
-        done.append(replace(verdict, grow=grow, shrink=given_up))
-    acted.verdicts = (done[0], done[1])
-    acted.memory = _remember(acted, observation, pools, now_s=now_s)
-    return acted
-
-
-def _rolling(
-    pool: Pool,
-    verdict: Verdict,
-    memory: Memory,
-    plan: Plan,
-    reasons: list[Reason],
-    *,
-    now_s: float,
-) -> tuple[int, tuple[str, ...]]:
-    """One surge worker of the new generation, then one old worker to retire (R17.2)."""
-    members = [
-        *(
-            rollout.Member(w.worker_id, w.manifest_digest, w.generation, True, w.attached)
-            for w in pool.ready
-        ),
-        *(rollout.Member(c.worker_id, c.digest, c.number, False, c.attached) for c in pool.coming),
-    ]
-    wanted = rollout.step(
-        members,
-        current=memory.generation,
-        target=verdict.target,
-        draining=len(pool.draining),
-        surge_max=plan.surge,
-    )
-    if not wanted.old:
-        return 0, ()
-    text = f"{wanted.old} workers of an older generation, now {memory.generation.number}"
-    reasons.append(Reason("rollout", text, pool.name))
-    room = max(0, verdict.target + wanted.surge - len(members))
-    waits = now_s < memory.guard(pool.name).retry_s
-    return (0 if waits else room), wanted.retire
-
-
-def _order(
-    acted: _Acted, name: str, count: int, plan: Plan, decision_id: str, *, now_s: float
-) -> None:
-    memory = acted.memory
-    suffix = decision_id.rpartition("-")[2]
-    for _ in range(count):
-        memory = replace(memory, numbered=memory.numbered + 1)
-        worker_id = f"{name[0]}-{memory.numbered}-{suffix}"
-        acted.orders.append(
-            StartOrder(
-                worker_id=worker_id,
-                pool=name,
-                worker_class=plan.pool(name).worker_class,
-                manifest_digest=plan.manifest_digest,
-                generation=max(1, memory.generation.number),
-                mode=plan.start_mode,
-            )
-        )
-        order = OpenOrder(worker_id, name, now_s, decision_id)
-        memory = replace(memory, orders=(*memory.orders, order))
-    acted.memory = memory
-
-
-def _give_up(
-    acted: _Acted,
-    pool: Pool,
-    count: int,
-    retire: Sequence[str],
-    plan: Plan,
-    reasons: list[Reason],
-) -> int:
-    """Cancel starts first, then drain ready workers; returns how many went."""
-    coming = victims.from_coming(pool.coming, count)
-    for item in coming:
-        why = f"cancelled after {item.age_s:.1f} s: it is needed no more"
-        acted.releases.append(Release(item.worker_id, pool.name, why))
-    digest = plan.manifest_digest
-    ready = victims.from_ready(
-        pool.ready, count - len(coming), digest=digest, min_ready_s=plan.min_ready_s
-    )
-    ready += [w for w in pool.ready if w.worker_id in set(retire) and w not in ready]
-    for worker in ready:
-        why = (
-            f"holds {worker.active} sequences and {worker.promised_prefill_tokens} promised tokens"
-        )
-        acted.drains.append(
-            Drain(worker.worker_id, pool.name, worker.epoch, plan.drain_deadline_s, why)
-        )
-        reasons.append(Reason("victim", f"{worker.worker_id} {why}", pool.name))
-    if count and not coming and not ready:
-        reasons.append(
-            Reason("no_victim", "every worker is too fresh, busiest or not ours", pool.name)
-        )
-    return len(coming) + len(ready)
-
-
-def _remember(acted: _Acted, observation: Observation, pools: Both, *, now_s: float) -> Memory:
-    """Close orders that came, failed or were given up; follow drains until they are gone."""
-    memory = acted.memory
-    ready = {w.worker_id for p in pools for w in p.ready}
-    lost = {w for p in pools for w in p.failed} | {c.worker_id for p in pools for c in p.overdue}
-    lost |= {r.worker_id for r in acted.releases}
-    alive = {w.worker_id for w in observation.workers}
-    held = {a.worker_id for a in observation.allocations if a.state not in {"exited", "failed"}}
-    orders = tuple(o for o in memory.orders if o.worker_id not in ready | lost)
-    left = alive | held
-    draining = dict(memory.draining)
-    draining = {
-        worker_id: since
-        for worker_id, since in draining.items()
-        if worker_id in left or not (observation.fleet_known and observation.allocations_known)
-    }
-    leaving = [d.worker_id for d in acted.drains] + [w.worker_id for p in pools for w in p.draining]
-    for worker_id in leaving:
-        draining.setdefault(worker_id, now_s)
-    # What is given back ends in its own time and is counted no more, though it is still seen; the
-    # new time is when it is given back again at the earliest.
-    draining.update((r.worker_id, now_s) for r in acted.releases if r.worker_id in left)
-    served = tuple(dict.fromkeys((*(s for s in memory.served if s in left), *sorted(ready))))
-    before = dict(memory.suspects)
-    suspects = {s: before.get(s, now_s) for p in pools for s in p.suspects}
-    return replace(
-        memory,
-        orders=orders,
-        draining=tuple(sorted(draining.items())),
-        served=served[-SERVED_MAX:],
-        suspects=tuple(sorted(suspects.items())),
-    )
 
 
 def _turn_s(observation: Observation) -> float:
