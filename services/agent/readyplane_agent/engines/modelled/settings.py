@@ -44,6 +44,7 @@ class ModelledSettings:
     eager_factor: float
     segments: dict[SegmentName, float]
     compile_cache: Path | None
+    compile_hit_s: float | None
     stall_in: SegmentName | None
     coalesce_s: float
     kv_hold_s: float
@@ -71,6 +72,8 @@ def parse(argv: Sequence[str]) -> ModelledSettings:
     for flag in ("coalesce_ms", "kv_hold_s", "kv_answer_limit_s", "wait_weights_s", "link_setup_s"):
         _within(flag, getattr(given, flag), 0, 1e6)
     _within("eager_factor", given.eager_factor, 1, 100)
+    if given.compile_hit_s is not None:
+        _within("compile_hit_s", given.compile_hit_s, 0, 1e6)
     _within("link_bytes_per_s", given.link_bytes_per_s, 1, 1e15)
     return ModelledSettings(
         engine_id=given.engine_id or f"engine-{os.getpid()}-{os.urandom(4).hex()}",
@@ -94,6 +97,7 @@ def parse(argv: Sequence[str]) -> ModelledSettings:
         eager_factor=given.eager_factor,
         segments=_segments(given.modelled_segments),
         compile_cache=given.compile_cache,
+        compile_hit_s=given.compile_hit_s,
         stall_in=SegmentName(given.stall_in) if given.stall_in else None,
         coalesce_s=given.coalesce_ms / 1000.0,
         kv_hold_s=given.kv_hold_s,
@@ -140,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--eager-factor", type=float, default=1.3, help="how much slower eager iterations are")
     add("--modelled-segments", default=MODELLED_SEGMENTS, help="seconds of start-up that is slept")
     add("--compile-cache", type=Path, help="folder of compile artifacts")
+    add("--compile-hit-s", type=float, help="seconds of a cached compilation (default: 0.4 of it)")
     add("--stall-in", choices=[str(s) for s in SegmentName], help="hang there, to rehearse it")
     add("--coalesce-ms", type=float, default=250.0, help="tokens of this long go in one chunk")
     add("--kv-hold-s", type=float, default=30.0, help="how long a prefill leg's KV waits")
