@@ -108,7 +108,7 @@ class ModelledFactory:
             kv_tokens=kv_tokens,
             extra_args=(
                 *("--modelled-segments", "", "--kv-hold-s", str(HOLD_S)),
-                *("--kv-answer-limit-s", "1"),
+                *("--kv-answer-limit-s", "3"),
                 *extra,
             ),
         )

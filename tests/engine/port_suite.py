@@ -41,6 +41,7 @@ HANDOVER_FIELDS = {
     "tp_size": int,
     "remote_num_tokens": int,
 }
+EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 COUNTERS = (
     "vllm:prompt_tokens_total",
@@ -293,7 +294,40 @@ async def chat_parts(w: World) -> None:
         }
         _, doc = await w.post(w.one, "/v1/chat/completions", body)
         answers.append((doc["choices"][0]["message"]["content"], doc["usage"]["prompt_tokens"]))
-    assert answers[0] == answers[1] or answers[0][0] != ""
+    assert answers[0] == answers[1]
+    assert answers[0][0]
+
+
+@check(
+    "chat", "prompt_token_ids", "tokens beside the messages are the prompt; /tokenize gives them"
+)
+async def chat_tokens(w: World) -> None:
+    chat = {"model": w.traits.model, "messages": [{"role": "user", "content": "as tokens"}]}
+    _, doc = await w.post(w.one, "/tokenize", chat)
+    path, limits = "/v1/chat/completions", {"max_tokens": 9, "ignore_eos": True}
+    _, plain = await w.post(w.one, path, {**chat, **limits})
+    _, given = await w.post(w.one, path, {**chat, **limits, "prompt_token_ids": doc["tokens"]})
+    other = {**chat, **limits, "prompt_token_ids": w.prompt(doc["count"])}
+    _, other = await w.post(w.one, path, other)
+    assert plain["usage"]["prompt_tokens"] == given["usage"]["prompt_tokens"] == doc["count"]
+    assert plain["choices"] == given["choices"] != other["choices"]
+
+
+@check("chat", "the next turn", "begins with this one and its answer, whose blocks it finds cached")
+async def chat_turns(w: World) -> None:
+    text = " ".join(str(n) for n in w.prompt(40))
+    messages = [{"role": "user", "content": text}]
+    path = "/v1/chat/completions"
+    body = {"model": w.traits.model, "messages": messages, "max_tokens": 40, "ignore_eos": True}
+    _, first = await w.post(w.one, path, body)
+    messages.append(first["choices"][0]["message"])
+    messages.append({"role": "user", "content": "and then?"})
+    _, later = await w.post(w.one, path, {**body, "messages": messages})
+    size = w.one.serving().block_size
+    cached = later["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    # The last token of an answer has no KV of its own yet.
+    assert cached >= (first["usage"]["total_tokens"] - 1) // size * size > 0
 
 
 # --------------------------------------------------------------------------- streams
@@ -489,6 +523,25 @@ async def handover_answer(w: World) -> None:
         assert (both.prompt_tokens, both.finish_reason) == (length, "length")
 
 
+@check("hand-over", "a chat", "P then D, by tokens beside the messages, answers as one alone")
+async def handover_chat(w: World) -> None:
+    content = "hand over " + " ".join(str(n) for n in w.prompt(30))
+    body: dict[str, Any] = {"model": w.traits.model}
+    body["messages"] = [{"role": "user", "content": content}]
+    _, doc = await w.post(w.one, "/tokenize", body)
+    body |= {"max_tokens": 12, "ignore_eos": True}
+    path = "/v1/chat/completions"
+    _, alone = await w.post(w.one, path, body)
+    leg = {**body, "prompt_token_ids": doc["tokens"]}
+    prefill = {**leg, "max_tokens": 1, "max_completion_tokens": 1}
+    status, answer = await w.post(w.p, path, {**prefill, "kv_transfer_params": PREFILL_LEG})
+    assert status == 200, answer
+    leg["kv_transfer_params"] = answer["kv_transfer_params"]
+    status, answer = await w.post(w.d, path, leg)
+    assert status == 200, answer
+    assert answer["choices"] == alone["choices"]
+
+
 @check("hand-over", "vllm:nixl_xfer_time_seconds_count", "rises by one on D")
 async def handover_counted(w: World) -> None:
     name = "vllm:nixl_xfer_time_seconds_count"
@@ -507,8 +560,10 @@ async def handover_holds(w: World) -> None:
     assert not await w.p.is_idle()
     used = (await w.p.load_report()).kv_used_blocks
     assert used is not None and used >= len(params["remote_block_ids"][0]) - 1
+    expired = await w.metric(w.p, EXPIRED)
     await w.d.generate(prompt, max_tokens=3, ignore_eos=True, kv_transfer_params=params)
-    await w.until(w.p.is_idle, limit_s=1.0)
+    await w.until(w.p.is_idle)
+    assert await w.metric(w.p, EXPIRED) == expired
 
 
 async def _fails(w: World, prompt: list[int], params: dict[str, Any]) -> None:
@@ -779,10 +834,48 @@ async def abort_releases(w: World) -> None:
         "stream": True,
         "kv_transfer_params": params,
     }
+    expired = await w.metric(w.p, EXPIRED)
     response = await w.http.post(w.d.serving().engine_url + "/v1/completions", json=body)
     response.close()
     await w.until(w.p.is_idle, limit_s=w.traits.hold_s + 5)
+    assert await w.metric(w.p, EXPIRED) == expired
     await w.until(w.d.is_idle)
+
+
+@check(
+    "abort", "/abort_requests", "held KV is freed, by the engine's id or the client's; both said"
+)
+async def abort_by_id(w: World) -> None:
+    await w.until(w.p.is_idle, limit_s=w.traits.hold_s + 5)
+    expired = await w.metric(w.p, EXPIRED)
+    given_back = await w.metric(w.p, "readyplane_engine_kv_abandoned_total")
+    prompt = w.prompt()
+    params = await w.handover(prompt)
+    await w.handover(w.prompt(), request_id="of-the-client")
+    names = [params["remote_request_id"], "of-the-client", "nobody"]
+    status, doc = await w.post(w.p, "/abort_requests", {"request_ids": names})
+    assert (status, doc) == (200, {"aborted": names[:2], "unknown": names[2:]})
+    assert await w.p.is_idle()
+    assert (await w.p.load_report()).kv_used_blocks == 0
+    assert await w.metric(w.p, EXPIRED) == expired
+    assert await w.metric(w.p, "readyplane_engine_kv_abandoned_total") == given_back + 2
+    await _fails(w, prompt, params)
+    await w.refused(w.p, "/abort_requests", {"request_ids": "all"})
+
+
+@check(
+    "abort", "/abort_requests of what runs", "its client gets what there is and the reason abort"
+)
+async def abort_running(w: World) -> None:
+    body = {"model": w.traits.model, "prompt": w.prompt(), "max_tokens": 3000, "ignore_eos": True}
+    body["request_id"] = "long"
+    reasons: list[Any] = []
+    async for doc in w.stream(w.one, "/v1/completions", body):
+        if not reasons:
+            await w.post(w.one, "/abort_requests", {"request_ids": ["long"]})
+        reasons += [choice["finish_reason"] for choice in doc["choices"]]
+    assert reasons[0] is None and reasons[-1] == "abort"
+    assert await w.one.is_idle()
 
 
 @check("canary", "golden answer", "the answer recorded at publish")

@@ -55,6 +55,8 @@ def test_a_plain_request() -> None:
         ("audio", {"voice": "x"}),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
+        ("chat_template", "{{ messages }}"),
+        ("documents", [{"text": "x"}]),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(field: str, value: Any) -> None:
@@ -249,3 +251,68 @@ def test_malformed_hand_over_parameters_are_named(change: dict[str, Any], param:
     with pytest.raises(body.BadBody) as caught:
         read_params({**PARAMS, **change})
     assert caught.value.param == "kv_transfer_params" + param
+
+
+# --------------------------------------------------------------------------- chats as tokens
+
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+
+
+def tokens(**fields: Any) -> str:
+    return answer.decode(body.read_tokens({"model": "m", **fields}))
+
+
+def test_a_chat_is_tokenised_as_it_is_answered() -> None:
+    assert body.read_tokens({"messages": CHAT}) == ask(chat=True, messages=CHAT).prompt
+    assert tokens(messages=CHAT) == "system:be brief\nuser:hi\nassistant:"
+    assert tokens(messages=CHAT, add_generation_prompt=False) == "system:be brief\nuser:hi\n"
+
+
+def test_a_final_message_is_continued() -> None:
+    begun = [*CHAT, {"role": "assistant", "content": "hel"}]
+    fields: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    assert tokens(messages=begun, **fields) == "system:be brief\nuser:hi\nassistant:hel"
+    assert ask(chat=True, messages=begun, **fields).prompt == body.read_tokens(
+        {"messages": begun, **fields}
+    )
+
+
+def test_a_later_turn_begins_with_the_earlier_one_and_its_answer() -> None:
+    first = body.read_tokens({"messages": CHAT})
+    later = [*CHAT, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "and?"}]
+    assert body.read_tokens({"messages": later})[: len(first) + 5] == (
+        *first,
+        *answer.encode("hello"),
+    )
+
+
+def test_a_chat_may_come_with_its_tokens() -> None:
+    assert ask(chat=True, prompt_token_ids=[7, 8, 9]).prompt == (7, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": CHAT}, "prompt"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"messages": []}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+        ),
+        ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": CHAT, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": CHAT, "add_generation_prompt": 3}, "add_generation_prompt"),
+    ],
+)
+def test_what_cannot_be_tokenised_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(body.BadBody) as caught:
+        body.read_tokens(fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("ids", ["text", [1, "a"], [True], [], [512], [-1]])
+def test_tokens_of_a_chat_that_cannot_be(ids: Any) -> None:
+    with pytest.raises(body.BadBody):
+        ask(chat=True, prompt_token_ids=ids)

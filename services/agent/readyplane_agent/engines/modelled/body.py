@@ -1,7 +1,7 @@
 """OpenAI-style bodies in vLLM's dialect: what is asked, what is refused, what is answered.
 
-Owns reading `/v1/completions` and `/v1/chat/completions` into an `Ask`, and writing answers and
-chunks. What a modelled engine cannot do (several answers, tools, log-probabilities, structured
+Owns reading `/v1/completions` and `/v1/chat/completions` into an `Ask`, the chat template, and
+writing answers and chunks. What a modelled engine cannot do (several answers, tools, log-probabilities, structured
 output…) is refused by name with status 400, never ignored; sampling parameters are checked and then
 have no effect, since the answer is greedy.
 """
@@ -41,6 +41,8 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "modalities": lambda v: v in (None, ["text"]),
     "audio": lambda v: not v,
     "bad_words": lambda v: not v,
+    "chat_template": lambda v: v is None,
+    "documents": lambda v: not v,
     "allowed_token_ids": lambda v: not v,
 }
 REFUSED_FIELDS = tuple(_REFUSED)
@@ -115,9 +117,7 @@ def read_ask(
     doc = read_json(raw)
     if doc.get("model", model) != model:
         raise BadBody(f"The model `{doc['model']}` does not exist.", "model", status=404)
-    for name, allowed in _REFUSED.items():
-        if name in doc and not allowed(doc[name]):
-            raise BadBody(f"{name} is not supported by this engine; leave it out", name)
+    _refuse_unsupported(doc)
     for name, (low, high) in _RANGES.items():
         _number(doc, name, low, high)
     prompt = _chat_prompt(doc) if chat else _prompt(doc)
@@ -165,6 +165,29 @@ def read_ask(
     )
 
 
+def read_tokens(doc: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens of a `/tokenize` body: of `messages` by the chat template, or of a `prompt`.
+
+    Raises:
+        BadBody: what is wrong, with the parameter's name.
+    """
+    _refuse_unsupported(doc)
+    _flag(doc, "add_special_tokens")  # there are none to add
+    if ("messages" in doc) == ("prompt" in doc):
+        raise BadBody("Give either a prompt or messages", "prompt")
+    if "messages" in doc:
+        return tuple(answer.encode(_chat_text(doc)))
+    if not isinstance(doc["prompt"], str):
+        raise BadBody("Give the prompt as text", "prompt")
+    return tuple(answer.encode(doc["prompt"]))
+
+
+def _refuse_unsupported(doc: Mapping[str, Any]) -> None:
+    for name, allowed in _REFUSED.items():
+        if name in doc and not allowed(doc[name]):
+            raise BadBody(f"{name} is not supported by this engine; leave it out", name)
+
+
 def read_json(raw: bytes) -> dict[str, Any]:
     """A JSON object.
 
@@ -198,9 +221,24 @@ def _prompt(doc: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _chat_prompt(doc: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens of a chat: `prompt_token_ids` where the caller has them, else of its messages.
+
+    The messages are checked all the same: what is refused does not depend on who tokenised.
+    """
+    text = _chat_text(doc)
+    given = doc.get("prompt_token_ids")
+    if given is None:
+        return tuple(answer.encode(text))
+    if not isinstance(given, list):
+        raise BadBody("Give prompt_token_ids as a list of token ids", "prompt_token_ids")
+    return _tokens(given, "prompt_token_ids")
+
+
+def _chat_text(doc: Mapping[str, Any]) -> str:
     """`role:text` lines and `assistant:`: the chat template of this engine.
 
     No space after the colon, so that a later turn's prompt begins with this prompt and its answer.
+    `add_generation_prompt` (default true) and `continue_final_message` as vLLM has them.
     """
     messages = doc.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -213,7 +251,17 @@ def _chat_prompt(doc: Mapping[str, Any]) -> tuple[int, ...]:
         if message.get("tool_calls"):
             raise BadBody("Tool calls are not supported by this engine", f"{where}.tool_calls")
         lines.append(f"{message['role']}:{_content(message.get('content'), where)}\n")
-    return tuple(answer.encode("".join(lines) + "assistant:"))
+    text = "".join(lines)
+    goes_on = _flag(doc, "continue_final_message")
+    opens = doc.get("add_generation_prompt") is None or _flag(doc, "add_generation_prompt")
+    if not goes_on:
+        return text + ("assistant:" if opens else "")
+    if opens:
+        raise BadBody(
+            "Set add_generation_prompt to false with continue_final_message",
+            "continue_final_message",
+        )
+    return text.removesuffix("\n")
 
 
 def _content(content: Any, where: str) -> str:

@@ -28,11 +28,12 @@ PULLS_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class HeldKv:
-    """What one prefill leg left behind for its reader."""
+    """What one prefill leg left behind for its reader; `name` is how its client calls it."""
 
     prompt: bytes
     kv: int
     block_ids: tuple[int, ...]
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

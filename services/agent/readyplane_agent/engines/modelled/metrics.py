@@ -82,6 +82,7 @@ class EngineMetrics:
         self._last = (0, 0)
         self.failed_transfers = 0
         self.failed_notifications = 0
+        self.abandoned = 0
         self.external_queries = 0
         self.external_hits = 0
 
@@ -117,6 +118,11 @@ class EngineMetrics:
                 "vllm:nixl_num_failed_notifications_total",
                 "notifications that failed",
                 self.failed_notifications,
+            ),
+            (
+                "readyplane_engine_kv_abandoned_total",
+                "held KV that was given back because nobody would read it",
+                self.abandoned,
             ),
             ("vllm:external_prefix_cache_queries_total", "tokens asked", self.external_queries),
             ("vllm:external_prefix_cache_hits_total", "tokens brought", self.external_hits),

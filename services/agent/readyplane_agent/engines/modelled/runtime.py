@@ -170,6 +170,35 @@ class Runtime:
                 self.channel.done(job.remote)  # nobody will read that KV any more
             self._pump()
 
+    def abort_requests(self, ids: Sequence[str]) -> list[str]:
+        """Abort by id: what runs ends with reason `abort`, KV held for a reader is freed.
+
+        An id is the engine's own (`remote_request_id`, with or without the prefix of an answer's
+        id) or the client's (`x-request-id`). Returns the ids that were known.
+        """
+        self._pump()
+        known: list[str] = []
+        for given in ids:
+            names = {given, given.removeprefix("cmpl-"), given.removeprefix("chatcmpl-")}
+            running = [
+                job
+                for job in self._jobs.values()
+                if not names.isdisjoint((job.id, job.ask.request_id))
+            ]
+            for job in running:
+                self.abort(job)
+                job.deliver(job, Piece((), "", "abort"))
+            held = self.channel.held if self.channel is not None else {}
+            left = [i for i, kv in held.items() if not names.isdisjoint((i, kv.name))]
+            for request_id in left:
+                self.metrics.abandoned += 1
+                self.model.abort(request_id, self._clock.monotonic_s())
+                self._forget(request_id)
+            if running or left:
+                known.append(given)
+        self._pump()
+        return known
+
     def stop(self) -> None:
         """Abort everything."""
         for job in list(self._jobs.values()):
@@ -340,7 +369,7 @@ class Runtime:
         count = -(-len(job.ask.prompt) // self.model.block_size)
         ids = tuple(self._block_ids.popleft() for _ in range(count))
         digest = answer.kv_digest(self._weights, job.packed)
-        channel.held[job.id] = HeldKv(job.packed, digest, ids)
+        channel.held[job.id] = HeldKv(job.packed, digest, ids, job.ask.request_id)
         job.kv_params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,

@@ -18,6 +18,7 @@ from readyplane_agent.engines.modelled.body import (
     error_document,
     read_ask,
     read_json,
+    read_tokens,
     usage_document,
 )
 from readyplane_agent.engines.modelled.http import Exchange, HttpServer
@@ -55,6 +56,7 @@ class EngineServer:
                 ),
                 ("POST", "/tokenize"): self._ready(self._tokenize),
                 ("POST", "/detokenize"): self._ready(self._detokenize),
+                ("POST", "/abort_requests"): self._ready(self._abort_requests),
                 ("POST", "/reset_prefix_cache"): self._ready(self._reset_prefix_cache),
                 ("GET", "/metrics"): self._ready(self._metrics),
                 ("GET", "/kv_event_sources"): self._ready(
@@ -99,17 +101,15 @@ class EngineServer:
     def _tokenize(self, exchange: Exchange) -> None:
         doc = read_json(exchange.body)
         self._check_model(doc)
-        text = doc.get("prompt")
-        if not isinstance(text, str):
-            raise BadBody("Give the prompt as text", "prompt")
-        tokens = answer.encode(text)
+        tokens = read_tokens(doc)
+        shown = doc.get("return_token_strs")
         exchange.reply_json(
             200,
             {
                 "count": len(tokens),
                 "max_model_len": self.config["max_model_len"],
                 "tokens": tokens,
-                "token_strs": None,
+                "token_strs": [answer.decode((token,)) for token in tokens] if shown else None,
             },
         )
 
@@ -120,6 +120,16 @@ class EngineServer:
         if not isinstance(tokens, list) or not all(type(t) is int and t >= 0 for t in tokens):
             raise BadBody("Give tokens as a list of token ids", "tokens")
         exchange.reply_json(200, {"prompt": answer.decode(tokens)})
+
+    def _abort_requests(self, exchange: Exchange) -> None:
+        """As vLLM has it; here it frees held KV as well, and tells which ids there were."""
+        assert self.runtime is not None
+        ids = read_json(exchange.body).get("request_ids")
+        if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
+            raise BadBody("Give request_ids as a list of texts", "request_ids")
+        aborted = self.runtime.abort_requests(ids)
+        unknown = [i for i in ids if i not in aborted]
+        exchange.reply_json(200, {"aborted": aborted, "unknown": unknown})
 
     def _check_model(self, doc: Mapping[str, Any]) -> None:
         if doc.get("model", self._model) != self._model:
