@@ -311,3 +311,81 @@ async def test_a_prefill_worker_killed_during_the_handover(factory: ModelledFact
         assert signals.repaired_total >= 1
         assert signals.finished_total == 3
         assert signals.aborted_total == 0
+
+
+async def test_a_chat_of_several_turns_over_two_engines(factory: ModelledFactory) -> None:
+    """Its answers are those of one engine alone, and each turn finds the last one's blocks."""
+    async with running(factory, ("p1", "d1")) as stack, factory.start("alone") as alone:
+        size = alone.serving().block_size
+        messages: list[dict[str, Any]] = [{"role": "system", "content": "answer in letters"}]
+        prefill = stack.engines["p1"]
+        before = 0
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"question {turn}: " + "why? " * 20})
+            body: dict[str, Any] = {"messages": messages, "max_tokens": 24, "ignore_eos": True}
+            path = "/v1/chat/completions"
+            async with stack.http.post(
+                alone.serving().engine_url + path, json={"model": MODEL, **body}
+            ) as response:
+                wanted = await response.json()
+            old = await _counts(stack, prefill)
+            response, streamed = await stack.ask(path, **body, stream=True)
+            assert (response.status, text_of(streamed)) == (
+                200,
+                wanted["choices"][0]["message"]["content"],
+            )
+            assert response.headers["x-readyplane-handover"] == "kv"
+            new = await _counts(stack, prefill)
+            length = wanted["usage"]["prompt_tokens"]
+            cached = before // size * size  # this turn begins with the last one's prompt
+            assert new["prompt"] - old["prompt"] == length
+            assert new["hits"] - old["hits"] == cached
+            assert new["uncached"] - old["uncached"] <= length - cached  # the router knew
+
+            # In one piece: the same text, and by now the whole prompt is cached on both sides.
+            _, whole = await stack.ask(path, **body)
+            answer = json.loads(whole)
+            assert answer["choices"] == wanted["choices"]
+            assert answer["object"] == "chat.completion"
+            assert answer["usage"]["prompt_tokens"] == length
+            cached = (length - 1) // size * size
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached > 0
+            messages.append(answer["choices"][0]["message"])
+            before = length
+        async with stack.http.get(stack.url + "/metrics") as metrics:
+            text = await metrics.text()
+        assert 'tokenized_total{how="asked"} 3.0' in text  # once a turn, not once a leg
+        assert 'tokenized_total{how="remembered"} 3.0' in text
+        await stack.all_free()
+
+
+async def _counts(stack: Stack, prefill: EnginePort) -> dict[str, int]:
+    load, signals = await prefill.load_report(), await stack.signals()
+    assert load.prefill_tokens_total is not None
+    assert load.cached_tokens_total is not None
+    return {
+        "prompt": load.prefill_tokens_total,
+        "hits": load.cached_tokens_total,
+        "uncached": signals.arrival_uncached_tokens_total,
+    }
+
+
+async def test_a_pair_that_breaks_between_its_legs_leaves_no_kv(factory: ModelledFactory) -> None:
+    """D is gone when the prompt is computed: P's blocks are free long before their hold ends."""
+    async with running(factory, ("p1", "d1")) as stack:
+        prompt = [3 + (5 * n) % 250 for n in range(2000)]  # about half a second of prefill
+        asked = asyncio.create_task(stack.ask(prompt=prompt, max_tokens=8))
+        while (await stack.engines["p1"].load_report()).running != 1:
+            await asyncio.sleep(0.01)
+        os.kill(stack.engines["d1"].pid, signal.SIGKILL)
+        response, body = await asked
+        assert response.status == 502, body
+        async with asyncio.timeout(START_S_MAX):
+            while not await stack.engines["p1"].is_idle():
+                await asyncio.sleep(0.02)
+        async with stack.http.get(stack.engines["p1"].serving().engine_url + "/metrics") as page:
+            text = await page.text()
+        assert 'readyplane_engine_kv_abandoned_total{model_name="demo",engine="0"} 1' in text
+        assert 'vllm:nixl_num_kv_expired_reqs_total{model_name="demo",engine="0"} 0' in text
+        async with stack.http.get(stack.url + "/metrics") as metrics:
+            assert 'kv_abandoned_total{how="freed"} 1.0' in await metrics.text()

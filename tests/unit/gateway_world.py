@@ -44,7 +44,7 @@ class Plan:
     """How an engine behaves at one call.
 
     `how`: ok, refuse (no connection), hang, reset, reset_mid, garbage, truncated, error_event,
-    stall_mid, no_params, or an HTTP status as text. `together`: tokens in one chunk.
+    stall_mid, no_params, held_hang (a prefill that ends without a word), or an HTTP status as text. `together`: tokens in one chunk.
     """
 
     how: str = "ok"
@@ -79,6 +79,7 @@ class MemoryEngine:
         self.connections = 0
         self.tokenized = 0
         self.tokenize_status = 200
+        self.aborts = "freed"  # or told, left_to_expire: what /abort_requests does and says
 
     def calls(self, path: str = "/v1/") -> list[Seen]:
         return [seen for seen in self.seen if seen.path.startswith(path)]
@@ -135,12 +136,13 @@ class _MemoryTransport(asyncio.Transport):
             self._json(200, {"tokens": [byte + 3 for byte in text.encode()], "count": len(text)})
             return
         if seen.path == "/abort_requests":
-            engine.held -= set(body["request_ids"])
-            self._json(200, {})
+            self._abort(body["request_ids"])
             return
         plan = engine.plans.popleft() if engine.plans else Plan()
         await asyncio.sleep(plan.after_s)
-        if plan.how == "hang":
+        if plan.how == "held_hang":
+            engine.held.add(f"r{len(engine.seen)}-{seen.headers['x-request-id']}")
+        if plan.how in ("hang", "held_hang"):
             await asyncio.Event().wait()
         elif plan.how == "reset":
             self._lose()
@@ -151,6 +153,20 @@ class _MemoryTransport(asyncio.Transport):
             self._json(int(plan.how), {"error": message})
         else:
             await self._good(plan, seen)
+
+    def _abort(self, ids: list[str]) -> None:
+        engine = self._engine
+        if engine.aborts == "left_to_expire":
+            self._json(404, {"error": "no such path"})
+            return
+        gone = {
+            held for held in engine.held if any(held == i or held.endswith("-" + i) for i in ids)
+        }
+        engine.held -= gone
+        if engine.aborts == "told":
+            self._raw(200, b"")
+        else:
+            self._json(200, {"aborted": ids if gone else [], "unknown": [] if gone else ids})
 
     async def _good(self, plan: Plan, seen: Seen) -> None:
         body = seen.body

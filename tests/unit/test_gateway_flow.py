@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,53 @@ def test_a_chat_keeps_its_messages_and_is_routed_by_tokens() -> None:
         (sent,) = world.engine("d1").calls()
         assert sent.body["max_completion_tokens"] == 7
         assert world.router.asked[0]["shape"].max_tokens == 7
-        assert world.router.asked[0]["shape"].isl == len(json.dumps(messages))
+        ids = [byte + 3 for byte in json.dumps(messages).encode()]
+        shape = world.router.asked[0]["shape"]
+        assert (shape.isl, shape.token_ids) == (len(ids), pack_tokens(ids))
+        for name in ("p1", "d1"):  # the same prompt for both, tokenised by neither
+            (sent,) = world.engine(name).calls()
+            assert sent.body["prompt_token_ids"] == ids
+        assert sum(engine.tokenized for engine in world.engines.values()) == 1
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"documents": [{"text": "x"}]},
+        {"reasoning_effort": "low"},
+        {"tool_choice": "none"},
+    ],
+)
+def test_a_chat_that_tokens_do_not_tell_goes_as_its_messages(more: dict[str, Any]) -> None:
+    """The ids serve the router's choice; each engine writes the prompt out itself."""
+
+    async def story(world: World) -> None:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **more}
+        got = await world.ask(body, path="/v1/chat/completions")
+        assert got.status == 200
+        for name in ("p1", "d1"):
+            (sent,) = world.engine(name).calls()
+            assert "prompt_token_ids" not in sent.body
+            assert sent.body["messages"] == body["messages"]
+        assert world.router.asked[0]["shape"].token_ids
+
+    play(story)
+
+
+def test_a_chat_may_bring_its_tokens() -> None:
+    async def story(world: World) -> None:
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": MODEL, "messages": messages, "prompt_token_ids": [9, 8, 7]}
+        got = await world.ask(body, path="/v1/chat/completions")
+        assert got.status == 200
+        assert world.router.asked[0]["shape"].token_ids == pack_tokens([9, 8, 7])
+        assert world.engine("d1").calls()[0].body["prompt_token_ids"] == [9, 8, 7]
+        assert sum(engine.tokenized for engine in world.engines.values()) == 0
+        got = await world.ask({**body, "prompt_token_ids": [-1]}, path="/v1/chat/completions")
+        assert (got.status, got.error["param"]) == (400, "prompt_token_ids")
 
     play(story)
 
@@ -220,15 +267,48 @@ def test_a_decode_that_fails_before_its_first_token_is_repaired(how: str) -> Non
     play(story)
 
 
-def test_kv_that_nobody_will_read_is_given_back() -> None:
+@pytest.mark.parametrize("how", ["freed", "told", "left_to_expire"])
+def test_kv_that_nobody_will_read_is_given_back(how: str) -> None:
     """B86: the prefill engine is told at once instead of holding the blocks until they expire."""
 
     async def story(world: World) -> None:
+        for engine in world.engines.values():
+            engine.aborts = how
         world.engine("d1").plans.append(Plan("503"))
         await world.ask(stream=True)
         await world.settle(0.1)
+        assert len(world.held) == (1 if how == "left_to_expire" else 0)
+        assert world.metric("kv_abandoned_total", how=how) == 1
+        world.held.clear()
+
+    play(story)
+
+
+def test_a_prefill_that_ended_unread_is_given_back() -> None:
+    """Its answer is not waited for any longer, and it may hold KV all the same."""
+
+    async def story(world: World) -> None:
+        world.engine("p1").plans.append(Plan("held_hang"))
+        got = await world.ask(stream=True)
+        assert got.headers["x-readyplane-prefill"] == "p2"
+        await world.settle(0.1)
         assert not world.held
-        assert world.metric("kv_abandoned_total", how="told") == 1
+        assert world.metric("kv_abandoned_total", how="freed") == 1
+
+        world.engine("p2").plans.append(Plan("held_hang"))
+        world.engine("p1").plans.append(Plan("held_hang"))
+        got = await world.ask(stream=True, leave_after_s=1.0)
+        assert got.left
+        await world.settle(0.1)
+        assert not world.held
+        assert world.metric("kv_abandoned_total", how="freed") == 2
+
+        for name in ("p1", "p2"):
+            world.engine(name).plans.clear()
+            world.engine(name).plans.append(Plan("hang"))
+        await world.ask(stream=True, leave_after_s=1.0)
+        await world.settle(0.1)
+        assert world.metric("kv_abandoned_total", how="not_held") == 1
 
     play(story)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Self
 
 import msgspec
@@ -88,9 +89,29 @@ class _Held(msgspec.Struct):
     remote_request_id: str | None = None
 
 
+class _Aborted(msgspec.Struct):
+    aborted: list[str] | None = None
+
+
+class Abandoned(StrEnum):
+    """What became of KV that nobody will read; the label of a counter.
+
+    An engine that says what it did has `freed` it, or it was `not_held` (read, expired, or its
+    request was cut off in time). One that does not say was `told`: vLLM answers so and lets the
+    hold run out. `left_to_expire`: it has no such path. `unreachable`: it did not answer.
+    """
+
+    FREED = "freed"
+    NOT_HELD = "not_held"
+    TOLD = "told"
+    LEFT_TO_EXPIRE = "left_to_expire"
+    UNREACHABLE = "unreachable"
+
+
 _prefilled = msgspec.json.Decoder(_Prefilled)
 _answered = msgspec.json.Decoder(_Answered)
 _held = msgspec.json.Decoder(_Held)
+_aborted = msgspec.json.Decoder(_Aborted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +123,20 @@ class Bodies:
 
     @classmethod
     def of(cls, ask: Ask, token_ids: tuple[int, ...] | None) -> Bodies:
-        """`token_ids`: sent instead of a prompt's text, where they are known (neither None nor
-        empty).
+        """`token_ids`: sent instead of a prompt's text, and beside a chat's messages, where they
+        are known (neither None nor empty).
+
+        Beside the messages as `prompt_token_ids`: an engine that has the field takes them, so that
+        both legs read the same prompt and none tokenises again; to another one it is an unknown
+        field, and it writes the messages out itself.
         """
         shared = dict(ask.body)
         shared.pop("request_id", None)  # the legs' id is ours: two clients may choose one
         if ask.kind is Kind.COMPLETIONS and token_ids:
             shared["prompt"] = msgspec.Raw(msgspec.json.encode(token_ids))
             shared.pop("add_special_tokens", None)
+        elif ask.kind is Kind.CHAT and token_ids and ask.told_by_tokens:
+            shared["prompt_token_ids"] = msgspec.Raw(msgspec.json.encode(token_ids))
         return cls(ask, shared)
 
     def prefill(self) -> bytes:
@@ -200,33 +227,39 @@ class Legs:
             raise _failed(leg, end, error) from error
         return DecodeLeg(self, leg, end, exchange)
 
-    async def abandon(self, end: End, params: bytes) -> bool:
-        """Tell a prefill engine that nobody will read the KV it holds; False: left to expire.
+    async def abandon(self, end: End, *, params: bytes = b"", request_id: str = "") -> Abandoned:
+        """Tell a prefill engine that nobody will read the KV it holds.
 
-        `/abort_requests` is vLLM's path for it, which an engine may not offer.
+        Args:
+            params: `kv_transfer_params` of a leg that ended well. request_id: `x-request-id` of
+                one whose answer was not waited for: it may have ended all the same.
         """
-        try:
-            held = _held.decode(params).remote_request_id
-        except msgspec.MsgspecError:
-            held = None
-        if not held:
-            return False
-        body = msgspec.json.encode({"request_ids": [held]})
+        name = request_id or _held_id(params)
+        if not name:
+            return Abandoned.LEFT_TO_EXPIRE
         try:
             exchange = await self._engines.open(
                 end.engine_url,
                 "/abort_requests",
-                body,
+                msgspec.json.encode({"request_ids": [name]}),
                 headers=self._headers(""),
                 within_s=self._bounds.connect_s_max,
                 doing="abandoning KV",
             )
             with exchange:
                 status = await exchange.head()
-                await exchange.whole(ERROR_BYTES_MAX)
-                return status == 200
+                answer = await exchange.whole(ERROR_BYTES_MAX)
         except EngineTrouble:
-            return False  # counted by the caller; the engine's own hold ends it
+            return Abandoned.UNREACHABLE  # its own hold ends it, or it has gone with its KV
+        if status != 200:
+            return Abandoned.LEFT_TO_EXPIRE
+        try:
+            aborted = _aborted.decode(answer).aborted
+        except msgspec.MsgspecError:  # vLLM's answer is empty
+            aborted = None
+        if aborted is None:
+            return Abandoned.TOLD
+        return Abandoned.FREED if name in aborted else Abandoned.NOT_HELD
 
     def _headers(self, request_id: str) -> list[tuple[str, str]]:
         headers = [("x-request-id", request_id)] if request_id else []
@@ -308,6 +341,13 @@ class DecodeLeg:
     def idle_within(self, bound_s: float) -> None:
         """From now on, silence between two chunks is bounded by this."""
         self._exchange.within(bound_s, "waiting for the next chunk")
+
+
+def _held_id(params: bytes) -> str:
+    try:
+        return _held.decode(params).remote_request_id or ""
+    except msgspec.MsgspecError:
+        return ""
 
 
 def _failed(leg: str, end: End, error: EngineTrouble) -> LegFailed:

@@ -42,7 +42,7 @@ class Meters:
         )
         self.abandoned = metrics.counter(
             name + "kv_abandoned_total",
-            "KV held by a prefill engine for a request that ended: told, or left to its expiry",
+            "KV that a prefill engine may hold for a request that ended, by what became of it",
             ("how",),
         )
         self.repairs = metrics.counter(

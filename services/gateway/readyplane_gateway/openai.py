@@ -45,6 +45,8 @@ OWNED_FIELDS = frozenset(
         "ec_transfer_params",
     }
 )
+# What shapes a chat's prompt and is no field of `/tokenize`.
+SHAPE_THE_PROMPT = frozenset({"documents", "reasoning_effort", "tool_choice"})
 SLO_HEADERS = {
     "ttft": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
     "tpot": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
@@ -71,7 +73,8 @@ class Ask:
     """A checked request.
 
     Attributes:
-        body: as the client sent it. token_ids: prompt tokens where they were given, else None.
+        body: as the client sent it. token_ids: prompt tokens where they were given, else None
+            (a chat may give them beside its messages, as `prompt_token_ids`).
         text: prompt text where that was given. messages: of a chat.
         max_tokens: None when absent (the model's own rule holds).
         include_usage, usage_in_each: the client wants the usage chunk of a stream, or usage in
@@ -90,6 +93,19 @@ class Ask:
     usage_in_each: bool
     priority: int
     cache_salt: str
+
+    @property
+    def told_by_tokens(self) -> bool:
+        """Whether its token ids are all there is to know of the prompt.
+
+        Not so for parts that are not text, and for what shapes a chat's prompt beside what
+        `/tokenize` is told: the engines then write out the messages themselves.
+        """
+        return SHAPE_THE_PROMPT.isdisjoint(self.body) and all(
+            not isinstance(content := message.get("content"), list)
+            or all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+            for message in self.messages
+        )
 
     @property
     def characters(self) -> int:
@@ -208,6 +224,8 @@ def parse_ask(kind: Kind, raw: bytes) -> Ask:
         _unsupported(body, "prompt_embeds")
     else:
         messages = _messages(body.get("messages"))
+        if body.get("prompt_token_ids") is not None:
+            token_ids = _token_ids("prompt_token_ids", body["prompt_token_ids"])
     _only_one(body, "n")
     _only_one(body, "best_of")
     if body.get("use_beam_search"):
@@ -300,11 +318,15 @@ def _prompt(value: Any) -> tuple[tuple[int, ...] | None, str]:
     if len(value) > 1 and isinstance(value[0], str | list):
         remedy = "send one prompt a request"
         raise InvalidField("prompt", f"{len(value)} prompts", remedy)
+    return _token_ids("prompt", value), ""
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     try:
-        return tuple(msgspec.convert(value, _TOKENS)), ""
+        return tuple(msgspec.convert(value, _TOKENS))
     except msgspec.ValidationError as error:
         remedy = f"send token ids from 0 to {TOKEN_ID_MAX} ({error})"
-        raise InvalidField("prompt", _short(value), remedy) from error
+        raise InvalidField(name, _short(value), remedy) from error
 
 
 def _messages(value: Any) -> tuple[Any, ...]:

@@ -18,8 +18,9 @@ from typing import Protocol
 from readyplane.core.errors import PromptTooLong, ReadyplaneError, Unavailable
 from readyplane.core.work import RequestShape, Slo, pack_tokens
 from readyplane.kit.clock import Clock
-from readyplane.ports import Pair, Router
+from readyplane.ports import End, Pair, Router
 from readyplane_gateway.bounds import Bounds
+from readyplane_gateway.engine_http import Trouble
 from readyplane_gateway.fleet import FleetView, ModelFacts
 from readyplane_gateway.legs import Bodies, DecodeLeg, Handover, LegFailed, Legs
 from readyplane_gateway.metrics import Meters
@@ -32,6 +33,8 @@ CHARACTERS_PER_TOKEN = 4
 FLUSH_BEFORE_REPAIR_S = 0.5
 RETRY_FIRST_S = 0.1
 RETRY_S_MAX = 1.0
+# Troubles of a prefill leg after which its engine may hold KV: the answer was not read to its end.
+MAY_HAVE_ENDED = frozenset({Trouble.SLOW, Trouble.BROKEN, Trouble.TOO_LARGE, "unreadable"})
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -288,7 +291,7 @@ class Proxy:
         finally:
             self._meters.leg.labels(leg_name, outcome).observe(self._clock.monotonic_s() - began_s)
             if handover.params and not call.begun:
-                self._later(self._abandon(booking, handover))
+                self._later(self._abandon(pair.prefill, params=handover.params))
 
     async def _prefill(self, call: Call, booking: Booking, bodies: Bodies) -> Handover:
         call.stage = "prefill"
@@ -306,8 +309,13 @@ class Proxy:
         except ClientFault:
             outcome = "refused"
             raise
+        except LegFailed as failed:
+            if failed.trouble in MAY_HAVE_ENDED:
+                self._later(self._abandon(pair.prefill, request_id=pair.reservation_id))
+            raise
         except asyncio.CancelledError:
             outcome = "cancelled"
+            self._later(self._abandon(pair.prefill, request_id=pair.reservation_id))
             raise
         finally:
             self._meters.leg.labels("prefill", outcome).observe(self._clock.monotonic_s() - began_s)
@@ -315,9 +323,9 @@ class Proxy:
         self._meters.handovers.labels("handed_over" if handover.params else "missing").inc()
         return handover
 
-    async def _abandon(self, booking: Booking, handover: Handover) -> None:
-        told = await self._legs.abandon(booking.pair.prefill, handover.params)
-        self._meters.abandoned.labels("told" if told else "left_to_expire").inc()
+    async def _abandon(self, end: End, *, params: bytes = b"", request_id: str = "") -> None:
+        how = await self._legs.abandon(end, params=params, request_id=request_id)
+        self._meters.abandoned.labels(how).inc()
 
     async def _answer(
         self,
