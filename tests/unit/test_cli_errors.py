@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from readyplane.core.errors import (
     Unsupported,
 )
 from readyplane_lab.cli.faults import exit_code
+from readyplane_lab.up.options import UpOptions
 from readyplane_lab.up.pids import start_mark
 from tests.unit.cli_world import (
     CLUSTER,
@@ -79,6 +81,7 @@ def cli(
         (("up", "--log-level", "loud"), 2, "--log-level"),
         (("up", "--trace", "x", "--no-load"), 2, "--trace"),
         (("up", "--trace", "x", "--rate", "3"), 2, "--rate"),
+        (("up", "--policy", "/nonexistent.yaml"), 2, "--policy"),
         (("attach", "127.0.0.1:8000", "--role", "decode"), 2, "write http://HOST:PORT"),
         (("attach", "http://127.0.0.1:1", "--role", "decoder"), 2, "--role: 'decoder'"),
         (("artifact", "publish"), 2, "give a folder, or --demo"),
@@ -134,6 +137,59 @@ def test_one_line_and_a_code(
 )
 def test_each_error_has_its_code(error: Exception, code: int) -> None:
     assert exit_code(error) == code
+
+
+def test_up_refuses_a_wrong_policy_before_it_starts_anything(
+    cli: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("readyplane_lab.up.run.main", lambda _: pytest.fail("started"))
+    (tmp_path / "p.yaml").write_text("prefil: {max: 3}")
+    said = cli("up", "--policy", str(tmp_path / "p.yaml"))
+    assert said.code == 2 and "did you mean policy.prefill?" in said.err
+
+
+def test_up_hands_every_flag_on(
+    cli: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def main(options: UpOptions) -> int:
+        seen.append(options)
+        return 1
+
+    monkeypatch.setattr("readyplane_lab.up.run.main", main)
+    (tmp_path / "p.yaml").write_text("prefill: {max: 3}")
+    given = {
+        "trace": tmp_path / "t.csv",
+        "speed": 2.0,
+        "duration_s": 9.0,
+        "seed": 4,
+        "data_dir": tmp_path / "d",
+        "database_url": "postgresql://x",
+        "redis_url": "redis://x",
+        "page_port": 8080,
+        "gateway_port": 8081,
+        "workers_max": 5,
+        "report_file": tmp_path / "r",
+        "policy_file": tmp_path / "p.yaml",
+        "otlp_endpoint": "http://o:4317",
+        "log_level": "debug",
+    }
+    argv = [
+        part
+        for name, value in given.items()
+        for part in (
+            "--" + name.removesuffix("_s").removesuffix("_file").replace("_", "-"),
+            str(value),
+        )
+    ]
+    assert cli("up", *argv, "--quick", "--plain", "--model-mb", "50").code == 1
+    (options,) = seen
+    assert {name: getattr(options, name) for name in given} == given
+    assert (options.quick, options.plain, options.load) == (True, True, True)
+    assert options.model_bytes == 50_000_000
+    assert cli("up", "--no-load", "--rate", "7").code == 1
+    assert seen[1] == replace(UpOptions(), load=False, rate_rps=7.0)
 
 
 @pytest.mark.parametrize("argv", [(), ("artifact",), ("policy",), ("trace",), ("--help",), ("-h",)])

@@ -78,15 +78,10 @@ def replay(
         raise InvalidField("--seed", seed, "give 0 or more")
     check_writable(out)
     from readyplane.kit.clock import SystemClock
-    from readyplane_lab.demo import DEMO_POLICY
+    from readyplane_lab.cli.demo_policy import demo_policy
     from readyplane_lab.simulator.replay import Replay, run_replay, write_replay
-    from readyplane_lab.up.options import merge, read_policy
-    from readyplane_planner.policy import read_policy as check_policy
 
-    wanted = dict(DEMO_POLICY)
-    if policy is not None:
-        wanted = merge(wanted, read_policy(policy))
-    check_policy(wanted)
+    wanted = demo_policy(policy)
     name, requests = _workload(trace, rate or RATE_RPS, duration, limit, seed)
     clock = SystemClock()
     began_s = clock.monotonic_s()
