@@ -16,7 +16,8 @@ from readyplane_lab.cli.where import RegistryAddress, RouterAddress, find, run
 
 EXAMPLES = examples(
     "readyplane attach http://127.0.0.1:8000 --role decode",
-    "readyplane attach http://10.0.0.7:8000 --role prefill --model llama-8b --worker-class h200",
+    "readyplane attach http://10.0.0.7:8000 --role prefill --model llama-8b"
+    " --worker-class h200 --profile h200-llama8b-fp8",
 )
 ROLES = ("prefill", "decode", "both")
 
