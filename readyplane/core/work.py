@@ -163,7 +163,7 @@ class LengthStats:
 
     def snapshot(self) -> tuple[tuple[float, ...], ...]:
         """The counts as plain tuples."""
-        return tuple(tuple(float(v) for v in row) for row in self.counts)
+        return tuple(map(tuple, self.counts.tolist()))
 
 
 def _bin(edges: Sequence[int], value: int) -> int:

@@ -113,7 +113,9 @@ def model_signals(desk: Desk, now_s: float) -> ModelSignals:
     for name, window in desk.windows.items():
         count, p50, p90, p99, mean = window.quantiles(now_s=now_s)
         windows[name] = LatencyWindow(window.window_s, count, p50, p90, p99, mean)
-    prefilling, decoding = list(desk.prefilling()), list(desk.decoding())
+    held = desk.held.values()
+    prefilling = [h for h in held if h.prefilling]
+    decoding = [h for h in held if not h.prefilling]
     return ModelSignals(
         model=desk.model,
         arrivals_total=counters.arrivals,
@@ -130,12 +132,12 @@ def model_signals(desk: Desk, now_s: float) -> ModelSignals:
         queued_requests=len(desk.queue),
         queued_tokens=desk.queued_tokens,
         prefilling_requests=len(prefilling),
-        prefilling_tokens=sum(h.uncached_tokens for h in prefilling),
+        prefilling_tokens=sum([h.uncached_tokens for h in prefilling]),
         decoding_requests=len(decoding),
-        decoding_remaining_tokens=sum(
-            desk.lengths.remaining(h.isl, h.emitted, h.max_tokens)[0] for h in decoding
+        decoding_remaining_tokens=desk.lengths.remaining_in_all(
+            [(h.isl, h.emitted, h.max_tokens) for h in decoding]
         ),
-        decoding_kv_tokens=sum(h.isl + h.emitted for h in decoding),
+        decoding_kv_tokens=sum([h.isl + h.emitted for h in decoding]),
         length_counts=desk.lengths.snapshot(),
         **windows,
     )

@@ -6,7 +6,7 @@ once. `Desk` adds the queue and the events; the service makes a booking binding 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from readyplane.core.work import RequestEvent, RequestShape
@@ -271,11 +271,3 @@ class Bookings:
             self.circuits[seat.key] = circuit.succeeded(state)
             if seat.shut.startswith("circuit") and circuit.passes(self.circuits[seat.key]):
                 seat.shut = ""
-
-    def prefilling(self) -> Iterator[Held]:
-        """Requests whose prompt is being computed."""
-        return (held for held in self.held.values() if held.prefilling)
-
-    def decoding(self) -> Iterator[Held]:
-        """Requests handed over or being handed over."""
-        return (held for held in self.held.values() if not held.prefilling)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from readyplane.core.errors import NoCompatiblePair, NoPair, Overloaded, PromptTooLong
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, sequence_hashes
 from readyplane.ports import Pair
 from readyplane_router.bookings import PREFILL_SIDE, Bookings, Held, Owed
+from readyplane_router.ends import Ends
 from readyplane_router.pair import Ask, Chosen, Shed, Wait, decide
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.signals import Correction, Counters, Lengths, Window
@@ -40,6 +42,7 @@ class Waiting:
     looked_up: tuple[float, dict[str, int]] | None = None
     answer: asyncio.Future[Pair] | None = None
     queued: bool = False
+    refused: bool = False
 
     def __lt__(self, other: Waiting) -> bool:
         """Queue order."""
@@ -62,6 +65,7 @@ class Desk(Bookings):
             for name in ("ttft_actual", "ttft_predicted", "tpot_actual", "tpot_predicted")
         }
         self.refusals: dict[str, int] = {}
+        self.ends = Ends()
         self.take_conflicts = 0
         self.expired = 0
         self._arrivals = 0
@@ -96,14 +100,14 @@ class Desk(Bookings):
         ):
             least = self.queue[-1]
             if least.shape.priority >= entry.shape.priority:
-                self._refused("queue_full")
+                self.refused("queue_full", entry)
                 raise Overloaded(
                     f"the queue of {self.model} holds {len(self.queue)} requests with "
                     f"{self.queued_tokens} tokens",
                     self.retry_after_s(),
                 )
             self.withdraw(least)
-            self._refused("outranked")
+            self.refused("outranked", least)
             self._fail(
                 least, Overloaded("more important requests filled the queue", self.retry_after_s())
             )
@@ -160,7 +164,7 @@ class Desk(Bookings):
                 entry.granted.set_result(held)
         elif isinstance(verdict, Shed):
             self.withdraw(entry)
-            self._refused(verdict.kind)
+            self.refused(verdict.kind, entry)
             self._fail(entry, self.error(verdict, entry.shape))
         elif _kind(verdict.regime) != entry.regime:
             # An empty pool and a saturated one have budgets of their own (field report B90).
@@ -249,9 +253,78 @@ class Desk(Bookings):
         if not entry.granted.done():
             entry.granted.set_exception(error)
 
-    def _refused(self, kind: str) -> None:
+    def refused(self, kind: str, entry: Waiting) -> None:
+        """Count a refusal; once, whatever its request does then."""
+        if entry.refused:
+            return
+        entry.refused = True
         self.counters.refused += 1
         self.refusals[kind] = self.refusals.get(kind, 0) + 1
+
+    # ------------------------------------------------------------------------ ends
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have arrived and have not ended: waiting, promised, or without a pair."""
+        promised = sum(rid not in self.waiting for rid in self.held)
+        return len(self.waiting) + promised + len(self.ends.lost)
+
+    def abort(self, reason: str) -> None:
+        """Count a request that ends without an answer."""
+        self.counters.aborted += 1
+        self.ends.abort(reason)
+
+    def lose(self, reservation_id: str, reason: str, isl: int, *, now_s: float) -> None:
+        """A request has lost its pair; it is aborted unless its gateway speaks of it."""
+        if reservation_id not in self.waiting:  # else it is still being placed
+            self.counters.aborted += self.ends.lose(reservation_id, reason, isl, now_s=now_s)
+
+    def settle_ends(self, *, now_s: float) -> None:
+        """Abort what has been without a pair for too long."""
+        self.counters.aborted += self.ends.settle(now_s=now_s)
+
+    def end_of_lost(self, event: RequestEvent, *, now_s: float) -> bool:
+        """One fact about a request without a pair; False when it is none of those."""
+        lost = self.ends.found(event.reservation_id)
+        if lost is None:
+            return False
+        if event.kind is EventKind.FINISHED:
+            self._count_finished(lost.isl, event)
+        elif event.kind is EventKind.ABORTED:
+            self.abort(lost.reason)
+        else:
+            if event.kind is EventKind.LEG_FAILED:
+                self.leg_failed(event, now_s=now_s)
+            self.lose(event.reservation_id, lost.reason, lost.isl, now_s=now_s)
+        return True
+
+    def ran_out(self, reservation_id: str, *, now_s: float) -> bool:
+        """Nobody spoke of a reservation; False when it is not held here."""
+        held = self.drop(reservation_id, now_s=now_s)
+        if held is None:
+            return False
+        self.expired += 1
+        self.lose(reservation_id, "expired", held.isl, now_s=now_s)
+        return True
+
+    def unseat_worker(self, key: str, *, now_s: float) -> list[str]:
+        """A worker is gone; returns the reservations that it takes with it."""
+        return self._losing(
+            "worker_gone", now_s, lambda: super(Desk, self).unseat_worker(key, now_s=now_s)
+        )
+
+    def abort_on(self, key: str, *, now_s: float) -> list[str]:
+        """Give up what a worker still has (its drain deadline has passed)."""
+        return self._losing(
+            "drain_deadline", now_s, lambda: super(Desk, self).abort_on(key, now_s=now_s)
+        )
+
+    def _losing(self, reason: str, now_s: float, work: Callable[[], list[str]]) -> list[str]:
+        before = {reservation_id: held.isl for reservation_id, held in self.held.items()}
+        lost = work()
+        for reservation_id in lost:
+            self.lose(reservation_id, reason, before[reservation_id], now_s=now_s)
+        return lost
 
     # ------------------------------------------------------------------------ events
 
@@ -278,11 +351,12 @@ class Desk(Bookings):
             self._finish(held, event, now_s)
             owed.releases.append((event.reservation_id, ALL_SIDES))
         else:
+            self.drop(event.reservation_id, now_s=now_s)
             if kind is EventKind.LEG_FAILED:
                 self.leg_failed(event, now_s=now_s)
+                self.lose(event.reservation_id, "leg_failed", held.isl, now_s=now_s)
             else:
-                self.counters.aborted += 1
-            self.drop(event.reservation_id, now_s=now_s)
+                self.abort("client")
             owed.releases.append((event.reservation_id, ALL_SIDES))
         return True
 
@@ -306,12 +380,15 @@ class Desk(Bookings):
             self.counters.handovers += 1
 
     def _finish(self, held: Held, event: RequestEvent, now_s: float) -> None:
+        self._count_finished(held.isl, event)
+        self.drop(held.reservation_id, now_s=now_s)
+
+    def _count_finished(self, isl: int, event: RequestEvent) -> None:
         self.counters.finished += 1
-        self.counters.finished_prompt_tokens += held.isl
+        self.counters.finished_prompt_tokens += isl
         self.counters.output_tokens += event.output_tokens
         self.counters.attained += bool(event.attained)
-        self.lengths.add(held.isl, event.output_tokens)
-        self.drop(held.reservation_id, now_s=now_s)
+        self.lengths.add(isl, event.output_tokens)
 
     def _latencies(self, event: RequestEvent, held: Held, now_s: float) -> None:
         if event.ttft_s is not None and not held.first_token_seen:

@@ -102,8 +102,7 @@ class Ledger:
             touched, desk.touched = desk.touched, set()
             await self._store.extend(model, list(touched), ttl_s=self._policy.reservation_ttl_s)
             for reservation_id in await self._store.sweep(model):
-                if desk.drop(reservation_id, now_s=now_s) is not None:
-                    desk.expired += 1
+                desk.ran_out(reservation_id, now_s=now_s)
             if self._link.routers > 1 or any(s.other_sequences for s in desk.seats.values()):
                 used = await self._store.usage(model)
                 for seat in desk.seats.values():
@@ -120,8 +119,7 @@ class Ledger:
                 if held.pair is None or (held.in_store and not absent):
                     continue
                 if now_s - held.heard_s > ttl_s:
-                    desk.drop(reservation_id, now_s=now_s)
-                    desk.expired += 1
+                    desk.ran_out(reservation_id, now_s=now_s)
                     self.owe(model, [(reservation_id, ALL_SIDES)])
 
     async def _put_back(self) -> None:
@@ -162,5 +160,10 @@ class Ledger:
                     desk.counters.finished += 1
                     desk.counters.output_tokens += event.output_tokens
                     desk.counters.attained += bool(event.attained)
+                elif event.kind is EventKind.ABORTED:
+                    desk.abort("client")
+                else:
+                    now_s = self._clock.monotonic_s()
+                    desk.lose(event.reservation_id, "leg_failed", 0, now_s=now_s)
                 return True
         return False

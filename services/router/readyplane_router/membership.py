@@ -354,7 +354,6 @@ class Membership(Replica):
             return
         desk = self._desk(member.offer.model)
         lost = desk.abort_on(member.key, now_s=now_s)
-        desk.counters.aborted += len(lost)
         self.counts["drain_aborts"] += len(lost)
         self._owe(member.offer.model, [(reservation_id, -1) for reservation_id in lost])
 

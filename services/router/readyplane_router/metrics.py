@@ -179,12 +179,19 @@ class RouterCollector(Collector):
                 ("finished", "Requests that finished"),
                 ("output_tokens", "Tokens generated"),
                 ("attained", "Requests that met both targets"),
-                ("aborted", "Requests that were aborted"),
                 ("repaired", "Legs that failed and were paired anew"),
                 ("handovers", "Requests handed from P to D"),
             )
         }
         refused = _counter("router_refused", "Requests refused, by reason", ("model", "reason"))
+        aborted = _counter(
+            "router_aborted",
+            "Requests that ended without an answer, by reason",
+            ("model", "reason"),
+        )
+        unended = _gauge(
+            "router_open_requests", "Arrived and neither finished, refused nor aborted", ("model",)
+        )
         queued = _gauge("router_queue_requests", "Requests waiting in the router", ("model",))
         tokens = _gauge("router_queue_tokens", "Prompt tokens waiting in the router", ("model",))
         events = _counter("router_kv_events", "KV event faults, by kind", ("model", "kind"))
@@ -198,6 +205,9 @@ class RouterCollector(Collector):
                 family.add_metric((model,), getattr(desk.counters, name))
             for reason, count in desk.refusals.items():
                 refused.add_metric((model, reason), count)
+            for reason, count in desk.ends.aborts.items():
+                aborted.add_metric((model, reason), count)
+            unended.add_metric((model,), desk.open_requests)
             queued.add_metric((model,), len(desk.queue))
             tokens.add_metric((model,), desk.queued_tokens)
             for kind in desk.index.counts.__slots__:
@@ -210,7 +220,7 @@ class RouterCollector(Collector):
         refused.add_metric((OTHER_MODEL, "unknown_model"), service.other_refused)
         yield from windows.values()
         yield from totals.values()
-        yield from (refused, queued, tokens, events, conflicts, expired, factor)
+        yield from (refused, aborted, unended, queued, tokens, events, conflicts, expired, factor)
 
     def _windows(self, model: str, desk: Desk, windows: dict[str, GaugeMetricFamily]) -> None:
         now_s = self._service.now_s()

@@ -12,8 +12,10 @@ hashes and drops a slot at its first missing block.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 FIRST_SEQUENCES = (0, 1)
 
@@ -141,15 +143,21 @@ class PrefixIndex:
         lasting = self.limits.approximate_ttl_s if silent else self.limits.speculative_ttl_s
         queue = self._long if silent else self._short
         until = now_s + lasting
-        bit, masks, guessed = holder.bit, self._masks, holder.guessed
-        for value in hashes:
-            if guessed.pop(value, None) is None:  # else to the end: the oldest is dropped first
-                masks[value] = masks.get(value, 0) | bit
-            guessed[value] = until
-        while len(guessed) > holder.blocks_max:
-            self._unguess(holder, next(iter(guessed)))
-            self.counts.overflow += 1
-        queue.append((until, holder, tuple(hashes)))
+        guessed = holder.guessed
+        if guessed.keys().isdisjoint(hashes):
+            self._mark(holder.bit, hashes)
+        else:
+            self._mark(holder.bit, [value for value in hashes if value not in guessed])
+            for value in hashes:  # to the end: the oldest is dropped first
+                guessed.pop(value, None)
+        guessed.update(dict.fromkeys(hashes, until))
+        over = len(guessed) - holder.blocks_max
+        if over > 0:
+            oldest = list(islice(guessed, over))
+            _drain(map(guessed.__delitem__, oldest))
+            self._unmark(holder, oldest)
+            self.counts.overflow += over
+        queue.append((until, holder, tuple(dict.fromkeys(hashes))))
 
     def apply(
         self,
@@ -257,21 +265,32 @@ class PrefixIndex:
             else:  # never turned into something destructive (B105)
                 self.counts.malformed += 1
 
-    def _store(self, holder: _Holder, hashes: Iterable[int]) -> None:
-        held, masks, bit = holder.held, self._masks, holder.bit
-        for value in hashes:
-            count = held.get(value, 0)
-            held[value] = count + 1
-            if not count:
-                masks[value] = masks.get(value, 0) | bit
-        while len(held) > holder.blocks_max:
-            oldest = next(iter(held))
-            del held[oldest]
-            self._unmask(holder, oldest)
-            self.counts.overflow += 1
-
-    def _remove(self, holder: _Holder, hashes: Iterable[int]) -> None:
+    def _store(self, holder: _Holder, blocks: Iterable[int]) -> None:
+        hashes = blocks if isinstance(blocks, tuple) else tuple(blocks)
         held = holder.held
+        fresh = dict.fromkeys(hashes, 1)
+        if len(fresh) == len(hashes) and held.keys().isdisjoint(fresh):
+            held.update(fresh)
+            self._mark(holder.bit, hashes)
+        else:
+            new = [value for value in fresh if value not in held]
+            for value in hashes:
+                held[value] = held.get(value, 0) + 1
+            self._mark(holder.bit, new)
+        over = len(held) - holder.blocks_max
+        if over > 0:
+            oldest = list(islice(held, over))
+            _drain(map(held.__delitem__, oldest))
+            self._unmark(holder, oldest)
+            self.counts.overflow += over
+
+    def _remove(self, holder: _Holder, hashes: Sequence[int]) -> None:
+        held = holder.held
+        counts = list(map(held.get, hashes))
+        if counts.count(1) == len(counts) == len(set(hashes)):
+            _drain(map(held.__delitem__, hashes))
+            self._unmark(holder, hashes)
+            return
         for value in hashes:
             count = held.get(value)
             if count is None:
@@ -280,15 +299,12 @@ class PrefixIndex:
                 held[value] = count - 1
             else:
                 del held[value]
-                self._unmask(holder, value)
+                self._unmark(holder, (value,))
 
     def _clear(self, holder: _Holder) -> None:
         held, guessed = holder.held, holder.guessed
         holder.held, holder.guessed = {}, {}
-        for value in held:
-            self._unmask(holder, value)
-        for value in guessed:
-            self._unmask(holder, value)
+        self._unmark(holder, list(held | guessed))
 
     def _suspect(self, holder: _Holder, now_s: float) -> None:
         if holder.suspect_since_s is None:
@@ -303,30 +319,61 @@ class PrefixIndex:
     def _forget(self, now_s: float) -> None:
         for queue in (self._short, self._long):
             while queue and queue[0][0] <= now_s:
-                _until, holder, hashes = queue.popleft()
-                if not holder.alive:
-                    continue
-                guessed = holder.guessed
-                for value in hashes:
-                    if guessed.get(value, now_s + 1.0) <= now_s:
-                        self._unguess(holder, value)
+                until, holder, hashes = queue.popleft()
+                if holder.alive:
+                    self._unguess(holder, until, hashes, now_s)
 
-    def _unguess(self, holder: _Holder, value: int) -> None:
-        del holder.guessed[value]
-        self._unmask(holder, value)
+    def _unguess(
+        self, holder: _Holder, until: float, hashes: tuple[int, ...], now_s: float
+    ) -> None:
+        """Forget guesses that have run out, unless they were made anew meanwhile."""
+        guessed = holder.guessed
+        ends = list(map(guessed.get, hashes))
+        over: Sequence[int] = hashes
+        if ends.count(until) != len(ends):
+            pairs = zip(hashes, ends, strict=True)
+            over = [value for value, end in pairs if end is not None and end <= now_s]
+        _drain(map(guessed.__delitem__, over))
+        self._unmark(holder, over)
 
-    def _unmask(self, holder: _Holder, value: int) -> None:
-        """Clear the holder's bit of a block that it neither holds nor is guessed to hold."""
-        if value in holder.held or value in holder.guessed:
+    def _mark(self, bit: int, hashes: Sequence[int]) -> None:
+        """Set a holder's bit of blocks; mostly all of them have the same mask, which is quick."""
+        masks = self._masks
+        before = list(map(masks.get, hashes))
+        if not before:
             return
-        left = self._masks.get(value, 0) & ~holder.bit
-        if left:
-            self._masks[value] = left
-        else:
-            self._masks.pop(value, None)
+        had = before[0]
+        if before.count(had) == len(before):
+            if had is None or not had & bit:
+                masks.update(dict.fromkeys(hashes, (had or 0) | bit))
+            return
+        for value, mask in zip(hashes, before, strict=True):
+            masks[value] = (mask or 0) | bit
+
+    def _unmark(self, holder: _Holder, hashes: Sequence[int]) -> None:
+        """Clear the holder's bit of blocks that it neither holds nor is guessed to hold."""
+        for other in (holder.held, holder.guessed):
+            if not other.keys().isdisjoint(hashes):
+                hashes = [value for value in hashes if value not in other]
+        masks, bit = self._masks, holder.bit
+        before = list(map(masks.get, hashes))
+        if before.count(bit) == len(before):
+            _drain(map(masks.__delitem__, hashes))
+            return
+        for value, mask in zip(hashes, before, strict=True):
+            left = (mask or 0) & ~bit
+            if left:
+                masks[value] = left
+            else:
+                masks.pop(value, None)
 
     def _name(self, mask: int, depth: int, found: dict[str, int]) -> None:
         while mask:
             bit = mask & -mask
             found[self._by_bit[bit].key] = depth
             mask ^= bit
+
+
+def _drain(steps: Iterator[Any]) -> None:
+    """Take every step of an iterator that is there for what it does."""
+    deque(steps, maxlen=0)

@@ -144,7 +144,8 @@ class RouterService:
                 await self._ledger.settle(just_back=just_back)
             except Unavailable as error:
                 self.link.failed(error)
-        for model in list(self.desks):
+        for model, desk in list(self.desks.items()):
+            desk.settle_ends(now_s=self._clock.monotonic_s())
             self._pump(model)
 
     # --------------------------------------------------------------------- workers
@@ -230,7 +231,7 @@ class RouterService:
         )
         if dry_run:
             return self._dry_run(desk, entry, explain=explain)
-        self._count_arrival(desk, entry, again=bool(replaces))
+        self._count_arrival(desk, entry, replaces)
         desk.waiting[reservation_id] = entry
         try:
             pair = await self._place(desk, entry, explain=explain)
@@ -252,13 +253,16 @@ class RouterService:
                 if event.reservation_id in desk.held:
                     desk.event(event, owed.setdefault(model, Owed()), now_s=now_s)
                     break
+                if desk.end_of_lost(event, now_s=now_s):
+                    unknown += 1
+                    break
             else:
                 strangers.append(event)
         for model, told in owed.items():
             self._pump(model)
             await self._ledger.tell(model, told)
         if strangers:
-            unknown = await self._ledger.strangers(strangers)
+            unknown += await self._ledger.strangers(strangers)
         return unknown
 
     async def signals(self, model: str = "") -> RouterSignals:
@@ -363,8 +367,10 @@ class RouterService:
         if held is not None:
             self._ledger.owe(desk.model, [(entry.reservation_id, ALL_SIDES)])
             self._pump(desk.model)
-        if not isinstance(error, ReadyplaneError):
-            desk.counters.aborted += 1
+        if isinstance(error, ReadyplaneError):
+            desk.refused("conflicts" if isinstance(error, Overloaded) else "unavailable", entry)
+        elif not entry.refused:
+            desk.abort("client")
         if entry.answer is not None and not entry.answer.done():
             twin = (
                 error
@@ -469,11 +475,11 @@ class RouterService:
         """Requests for models that nobody knows."""
         return self._other_refused
 
-    def _count_arrival(self, desk: Desk, entry: Waiting, *, again: bool) -> None:
+    def _count_arrival(self, desk: Desk, entry: Waiting, replaces: str) -> None:
         counters = desk.counters
-        if again:
-            counters.repaired += 1
-            return
+        counters.repaired += bool(replaces)
+        if desk.ends.found(replaces) is not None:
+            return  # it has been counted when it came first; another router's, or life's, has not
         isl = entry.shape.isl
         held = desk.cached(entry, now_s=entry.arrived_s)
         most = max((held.get(seat.key, 0) for seat in desk.prefills if not seat.shut), default=0)
@@ -483,5 +489,8 @@ class RouterService:
 
     async def _release(self, desk: Desk, reservation_id: str) -> None:
         """A failed pair is given back before another one is looked for."""
-        desk.drop(reservation_id, now_s=self._clock.monotonic_s())
+        now_s = self._clock.monotonic_s()
+        held = desk.drop(reservation_id, now_s=now_s)
+        if held is not None:
+            desk.lose(reservation_id, "client", held.isl, now_s=now_s)
         await self._ledger.tell(desk.model, Owed(releases=[(reservation_id, ALL_SIDES)]))

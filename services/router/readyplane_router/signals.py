@@ -7,41 +7,56 @@ latency of 0.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from readyplane.core.work import ISL_EDGES, LengthStats, expected_remaining
 
 
 @dataclass(slots=True)
 class Window:
-    """Samples of the last `window_s`, at most `samples_max`."""
+    """Samples of the last `window_s`, at most `samples_max`; kept in order, so asking is cheap."""
 
     window_s: float
     samples_max: int
-    samples: deque[tuple[float, float]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Bound the samples."""
-        self.samples = deque(maxlen=self.samples_max)
+    _samples: deque[tuple[float, float]] = field(init=False, default_factory=deque)
+    _sorted: list[float] = field(init=False, default_factory=list)
 
     def add(self, value_s: float, *, now_s: float) -> None:
         """One sample; what is negative or not finite is no latency and is left out."""
         if 0.0 <= value_s < 1e9:
-            self.samples.append((now_s, value_s))
+            if len(self._samples) >= self.samples_max:
+                self._drop_oldest()
+            self._samples.append((now_s, value_s))
+            insort(self._sorted, value_s)
 
     def quantiles(self, *, now_s: float) -> tuple[int, float, float, float, float]:
         """(count, p50, p90, p99, mean), zeros when the count is 0."""
-        samples = self.samples
+        samples, values = self._samples, self._sorted
         while samples and samples[0][0] < now_s - self.window_s:
-            samples.popleft()
-        if not samples:
+            self._drop_oldest()
+        if not values:
             return 0, 0.0, 0.0, 0.0, 0.0
-        values = np.fromiter((v for _, v in samples), dtype=float, count=len(samples))
-        p50, p90, p99 = (float(q) for q in np.quantile(values, (0.5, 0.9, 0.99)))
-        return len(samples), p50, p90, p99, float(values.mean())
+        p50, p90, p99 = (_quantile(values, q) for q in (0.5, 0.9, 0.99))
+        return len(values), p50, p90, p99, math.fsum(values) / len(values)
+
+    def _drop_oldest(self) -> None:
+        value_s = self._samples.popleft()[1]
+        del self._sorted[bisect_left(self._sorted, value_s)]
+
+
+def _quantile(values: list[float], q: float) -> float:
+    """Linear between the two nearest of the sorted values, as numpy has it by default."""
+    place = (len(values) - 1) * q
+    below = int(place)
+    low, high = values[below], values[min(below + 1, len(values) - 1)]
+    share = place - below
+    if share >= 0.5:
+        return high - (high - low) * (1 - share)
+    return low + (high - low) * share
 
 
 @dataclass(slots=True)
@@ -74,10 +89,12 @@ class Lengths:
         self._since = 0
         self._forecasts: dict[tuple[int, int], tuple[float, float]] = {}
         self._counts = self.stats.snapshot()
+        self._snapshot: tuple[tuple[float, ...], ...] | None = self._counts
 
     def add(self, isl: int, osl: int) -> None:
         """One finished request."""
         self.stats.add(isl, osl)
+        self._snapshot = None
         self._since += 1
         if self._since >= self.REFRESH_EVERY:
             self._since = 0
@@ -87,11 +104,30 @@ class Lengths:
 
     def snapshot(self) -> tuple[tuple[float, ...], ...]:
         """The counts now."""
-        return self.stats.snapshot()
+        if self._snapshot is None:
+            self._snapshot = self.stats.snapshot()
+        return self._snapshot
 
     def remaining(self, isl: int, emitted: int, cap: int | None) -> tuple[float, float]:
         """(mean, quantile) of the output tokens still to come, each at least 1, within the cap."""
-        key = (_rough(isl), emitted - emitted % 16)
+        mean, high = self._forecast(isl, emitted)
+        if cap is None:
+            return mean, high
+        left = float(max(1, cap - emitted))
+        return min(mean, left), min(high, left)
+
+    def remaining_in_all(self, requests: Iterable[tuple[int, int, int | None]]) -> float:
+        """Sum of the means of many requests, each (isl, emitted, cap)."""
+        total = 0.0
+        for isl, emitted, cap in requests:
+            mean = self._forecast(isl, emitted)[0]
+            if cap is not None and mean > cap - emitted:
+                mean = float(max(1, cap - emitted))
+            total += mean
+        return total
+
+    def _forecast(self, isl: int, emitted: int) -> tuple[float, float]:
+        key = (ISL_EDGES[bisect_right(ISL_EDGES, isl) - 1] if isl > 0 else 0, emitted & ~15)
         found = self._forecasts.get(key)
         if found is None:
             found = (
@@ -102,11 +138,7 @@ class Lengths:
             )
             if len(self._forecasts) < 4_096:
                 self._forecasts[key] = found
-        mean, high = found
-        if cap is None:
-            return mean, high
-        left = float(max(1, cap - emitted))
-        return min(mean, left), min(high, left)
+        return found
 
 
 @dataclass(slots=True)
@@ -137,12 +169,3 @@ class Correction:
     def factor(self) -> float:
         """What predictions are multiplied by; 1 until there are enough samples."""
         return self.value if self.count >= self.samples_min else 1.0
-
-
-def _rough(isl: int) -> int:
-    """The lower edge of a prompt's length bin, so that forecasts are shared."""
-    low = 0
-    for edge in ISL_EDGES:
-        if edge <= isl:
-            low = edge
-    return low
