@@ -6,7 +6,6 @@ Owns finding a profile by name or file. A profile file is either a whole documen
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -55,8 +54,3 @@ def _text(name_or_path: str) -> str:
     if name_or_path not in names():
         raise NotFound("profile", name_or_path, "use one of " + ", ".join(names()))
     return (resources.files(__package__) / f"{name_or_path}.json").read_text()
-
-
-def dump(profile: ClassProfile) -> str:
-    """The profile as a JSON document that `load` reads back."""
-    return json.dumps(profile.document(), indent=1)

@@ -77,6 +77,8 @@ def test_a_module_says_what_it_owns(name: str) -> None:
 CALLED_FROM_OUTSIDE: dict[str, str] = {
     "intercept_service": "grpc.aio, on an interceptor",
     "main_loop": "uvicorn.Server.serve",
+    "unregister": "asyncio's selector loop, on its selector",
+    "get_map": "selectors.BaseSelector.get_key",
 }
 
 

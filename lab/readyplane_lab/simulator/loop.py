@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from contextvars import Context, copy_context
+from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
 from readyplane.core.errors import Unsupported
 
 Result = TypeVar("Result")
 WALL_START_S = 1_700_000_000.0
+RESOLUTION_S = 1e-9
+CANCELLED_TIMERS_MIN = 100
 
 
 class Deadlock(RuntimeError):
@@ -52,16 +57,139 @@ class _NoIo(selectors.BaseSelector):
         return self._keys
 
 
+class _Call:
+    """Something to be called soon; what `call_soon` returns."""
+
+    __slots__ = ("args", "callback", "context")
+
+    def __init__(
+        self, callback: Callable[..., Any] | None, args: tuple[Any, ...], context: Context
+    ) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+
+    def cancel(self) -> None:
+        """Never call it."""
+        self.callback = None
+
+    def cancelled(self) -> bool:
+        """Whether it will never be called."""
+        return self.callback is None
+
+
+class _Timer(float):
+    """A call at a time; it is its time, so that the heap compares numbers."""
+
+    __slots__ = ("args", "callback", "context", "loop", "waiting")
+    args: tuple[Any, ...]
+    callback: Callable[..., Any] | None
+    context: Context
+    loop: VirtualLoop
+    waiting: bool
+
+    def when(self) -> float:
+        """Virtual seconds."""
+        return float(self)
+
+    def cancel(self) -> None:
+        """Never call it."""
+        if self.callback is not None:
+            self.callback = None
+            self.args = ()
+            if self.waiting:
+                self.loop.cancelled += 1
+
+    def cancelled(self) -> bool:
+        """Whether it will never be called."""
+        return self.callback is None
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop whose `time()` is virtual and starts at 0."""
+    """Event loop whose `time()` is virtual and starts at 0.
+
+    Scheduling is its own, because the simulator spends much of its time there: no debug mode, no
+    threads, no waiting. Tasks and futures are asyncio's.
+    """
 
     def __init__(self) -> None:
         self._virtual = _NoIo()
+        self._soon: deque[_Call | _Timer] = deque()
+        self._timers: list[_Timer] = []
+        self._over = False
+        self.cancelled = 0
         super().__init__(self._virtual)
 
     def time(self) -> float:
         """Virtual seconds since the loop began."""
         return self._virtual.now_s
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> _Call:
+        """As `asyncio`."""
+        call = _Call(callback, args, copy_context() if context is None else context)
+        self._soon.append(call)
+        return call
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> _Timer:
+        """As `asyncio`."""
+        timer = _Timer(when)
+        timer.callback = callback
+        timer.args = args
+        timer.context = copy_context() if context is None else context
+        timer.loop = self
+        timer.waiting = True
+        heappush(self._timers, timer)
+        return timer
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> _Timer:
+        """As `asyncio`."""
+        return self.call_at(self._virtual.now_s + delay, callback, *args, context=context)
+
+    def stop(self) -> None:
+        """End `run_forever` after what is due now."""
+        self._over = True
+        super().stop()
+
+    def _run_once(self) -> None:
+        """Run what is due at this instant; if nothing is, go to the next timer first."""
+        timers, soon = self._timers, self._soon
+        if len(timers) > CANCELLED_TIMERS_MIN and self.cancelled > len(timers) / 2:
+            self._timers = timers = [timer for timer in timers if timer.callback is not None]
+            heapify(timers)
+            self.cancelled = 0
+        while timers and timers[0].callback is None:
+            heappop(timers).waiting = False
+            self.cancelled -= 1
+        virtual = self._virtual
+        if not soon and not self._over:
+            if not timers:
+                raise Deadlock("every task waits and no timer is set")
+            if timers[0] > virtual.now_s:
+                virtual.now_s += timers[0] - virtual.now_s
+        end_s = virtual.now_s + RESOLUTION_S
+        while timers and timers[0] < end_s:
+            timer = heappop(timers)
+            timer.waiting = False
+            soon.append(timer)
+        for _ in range(len(soon)):
+            call = soon.popleft()
+            if call.callback is None:
+                continue
+            try:
+                call.context.run(call.callback, *call.args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler(
+                    {"message": f"Exception in callback {call.callback}", "exception": error}
+                )
+        self._over = False
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]  # noqa: ARG002
         """Threads live on real time."""

@@ -306,7 +306,11 @@ class World:
 def run_world(options: WorldOptions, requests: Sequence[WorkloadRequest]) -> WorldResult:
     """Simulate one workload from beginning to end."""
     loop = VirtualLoop()
-    world = World(options, loop)
+    try:
+        world = World(options, loop)
+    except BaseException:
+        loop.close()
+        raise
     return run_virtual(world.run(requests), loop=loop)
 
 

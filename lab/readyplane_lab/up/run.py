@@ -12,7 +12,9 @@ import itertools
 import json
 import logging
 import math
+import os
 import signal
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +42,7 @@ QUICK_BURST_S = 22.0
 QUICK_BURST_FACTOR = 6.0
 QUICK_OSL_MAX = 300
 QUICK_DRAIN_WITHIN_S = 45.0
-OPEN_END_WITHIN_S = 130.0
+PIPED_COLUMNS = 140
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +68,23 @@ def main(options: UpOptions) -> int:
     """Run until the end of the traffic, Ctrl-C or a failure; returns the exit code."""
     import uvloop
 
-    console = Console()
+    console, complaints = _consoles()
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         workload = make_workload(options)
         return uvloop.run(_up(options, workload, console, SystemClock()))
     except InvalidField as error:
-        console.print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
+        complaints.print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
         return 2
     except ReadyplaneError as error:
-        console.print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
+        complaints.print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
         return 1
+
+
+def _consoles() -> tuple[Console, Console]:
+    """For what was asked, and for errors; piped output is wide enough for one line a second."""
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_COLUMNS
+    return Console(width=width), Console(width=width, stderr=True)
 
 
 def make_workload(options: UpOptions) -> Workload:

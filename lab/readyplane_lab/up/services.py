@@ -21,6 +21,7 @@ from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.processes import ProcessTable
 
 RESTARTS_MAX = 5
+WRONG_SETTING = 2  # the exit code of a service that refuses what it was told
 READY_WITHIN_S = 60.0
 STOP_GRACE_S = 15.0
 POLL_EVERY_S = 0.05
@@ -123,6 +124,9 @@ class Services:
         """To be called by the process table when a service ends that nobody asked to stop."""
         service = self._services.get(name)
         if service is None or not service.wanted:
+            return
+        if returncode == WRONG_SETTING:
+            self._gave_up(f"{name} refused its settings:\n{self._table.log_tail(name)}")
             return
         if service.restarts >= RESTARTS_MAX:
             self._gave_up(f"{name} ended {service.restarts + 1} times, last with {returncode}")
