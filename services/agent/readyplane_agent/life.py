@@ -519,8 +519,6 @@ class Life:
         )
         lines.append("# TYPE readyplane_agent_peer_bytes_total counter")
         lines.append(f"readyplane_agent_peer_bytes_total{{{who}}} {self.transfer.bytes_served}")
-        lines.append("# TYPE readyplane_agent_source_bytes_total counter")
-        lines.append("# TYPE readyplane_agent_source_faults_total counter")
         fetched = self.started.fetched
         given: dict[str, int] = {}
         faults: dict[tuple[str, str], int] = {}
@@ -529,8 +527,10 @@ class Life:
             if use.fault is not None:
                 key = (str(use.tier), use.fault.kind)
                 faults[key] = faults.get(key, 0) + 1
+        lines.append("# TYPE readyplane_agent_source_bytes_total counter")
         for tier, size in given.items():
             lines.append(f'readyplane_agent_source_bytes_total{{{who},tier="{tier}"}} {size}')
+        lines.append("# TYPE readyplane_agent_source_faults_total counter")
         for (tier, kind), count in faults.items():
             lines.append(
                 f'readyplane_agent_source_faults_total{{{who},tier="{tier}",kind="{kind}"}} {count}'
