@@ -79,6 +79,7 @@ CALLED_FROM_OUTSIDE: dict[str, str] = {
     "main_loop": "uvicorn.Server.serve",
     "unregister": "asyncio's selector loop, on its selector",
     "get_map": "selectors.BaseSelector.get_key",
+    "_run_once": "asyncio's event loop, once a round",
 }
 
 
