@@ -28,10 +28,9 @@ class Deadlock(RuntimeError):
 
 
 class _NoIo(selectors.BaseSelector):
-    """A selector that never waits: it moves the virtual clock to the next timer instead."""
+    """A selector that never waits and takes nothing but the loop's own wake-up pipe."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -46,12 +45,8 @@ class _NoIo(selectors.BaseSelector):
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
         return self._keys.pop(fileobj)
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise Deadlock("every task waits and no timer is set")
-        if timeout > 0:
-            self.now_s += timeout
-        return []
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:  # noqa: ARG002 - a selector's signature
+        raise Unsupported("waiting for I/O in the simulator", "use virtual timers")
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
         return self._keys
@@ -113,16 +108,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
-        self._virtual = _NoIo()
+        self._now_s = 0.0
         self._soon: deque[_Call | _Timer] = deque()
         self._timers: list[_Timer] = []
         self._over = False
         self.cancelled = 0
-        super().__init__(self._virtual)
+        super().__init__(_NoIo())
 
     def time(self) -> float:
         """Virtual seconds since the loop began."""
-        return self._virtual.now_s
+        return self._now_s
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
@@ -131,6 +126,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         call = _Call(callback, args, copy_context() if context is None else context)
         self._soon.append(call)
         return call
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> _Call:
+        """There is one thread; asyncio asks so when a generator was dropped half-way."""
+        return self.call_soon(callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
@@ -149,7 +150,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> _Timer:
         """As `asyncio`."""
-        return self.call_at(self._virtual.now_s + delay, callback, *args, context=context)
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def stop(self) -> None:
         """End `run_forever` after what is due now."""
@@ -166,13 +167,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         while timers and timers[0].callback is None:
             heappop(timers).waiting = False
             self.cancelled -= 1
-        virtual = self._virtual
         if not soon and not self._over:
             if not timers:
                 raise Deadlock("every task waits and no timer is set")
-            if timers[0] > virtual.now_s:
-                virtual.now_s += timers[0] - virtual.now_s
-        end_s = virtual.now_s + RESOLUTION_S
+            if timers[0] > self._now_s:
+                self._now_s += timers[0] - self._now_s
+        end_s = self._now_s + RESOLUTION_S
         while timers and timers[0] < end_s:
             timer = heappop(timers)
             timer.waiting = False
@@ -185,7 +185,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 call.context.run(call.callback, *call.args)
             except (SystemExit, KeyboardInterrupt):
                 raise
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - as asyncio's own loop does
                 self.call_exception_handler(
                     {"message": f"Exception in callback {call.callback}", "exception": error}
                 )
