@@ -9,11 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane_lab.workload.conversation import Wave, conversation
-from readyplane_lab.workload.request import WorkloadRequest, prompt_tokens, stream
+from readyplane_lab.workload.request import (
+    WorkloadRequest,
+    prompt_hashes,
+    prompt_tokens,
+    stream,
+)
 from readyplane_lab.workload.trace import read_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -151,3 +158,37 @@ def test_public_traces_are_read_whole(name: str, count: int) -> None:
     trace = read_trace(SHARED / "traces" / name)
     assert len(trace.requests) == count
     assert 3400 < trace.span_s < 3600
+
+
+def prompt(*parts: tuple[int, int]) -> WorkloadRequest:
+    return WorkloadRequest(0, 0.0, sum(length for _, length in parts), 1, parts)
+
+
+Parts = st.lists(
+    st.tuples(st.sampled_from([1, 2, (1 << 63) + 1]), st.integers(0, 2100) | st.integers(0, 40)),
+    max_size=5,
+)
+
+
+@given(Parts, Parts, st.integers(0, 5))
+def test_prompts_hash_alike_exactly_as_far_as_their_tokens_are_alike(
+    one: list[tuple[int, int]], other: list[tuple[int, int]], shared: int
+) -> None:
+    requests = [prompt(*one), prompt(*one[:shared], *other)]
+    by_tokens, by_parts = (
+        [sequence_hashes(pack_tokens(prompt_tokens(r)), 16) for r in requests],  # type: ignore[arg-type]
+        [prompt_hashes(r, 16) for r in requests],
+    )
+    for tokens, parts in zip(by_tokens, by_parts, strict=True):
+        assert len(parts) == len(tokens) and len(set(parts)) == len(parts)
+    alike = [a == b for a, b in zip(*by_tokens, strict=False)]
+    assert [a == b for a, b in zip(*by_parts, strict=False)] == alike
+
+
+def test_a_block_that_goes_on_by_chance_as_its_first_part_would_hashes_like_it() -> None:
+    last = int(stream(1, 16)[15])
+    seed = next(s for s in itertools.count(2) if int(stream(s, 1)[0]) == last)
+    whole, joined = prompt((1, 48)), prompt((1, 15), (seed, 33))
+    assert prompt_hashes(joined, 16)[0] == prompt_hashes(whole, 16)[0]
+    assert prompt_hashes(joined, 16)[1] != prompt_hashes(whole, 16)[1]
+    assert prompt_hashes(prompt((1, 15), (seed + 1, 33)), 16)[0] != prompt_hashes(whole, 16)[0]

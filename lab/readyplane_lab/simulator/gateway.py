@@ -11,17 +11,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from readyplane.core.errors import NoPair, ReadyplaneError
 from readyplane.core.profile import LinkClass
-from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, sequence_hashes
+from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo
 from readyplane.kit.clock import Clock
 from readyplane.ports import Pair, Router
 from readyplane_agent.engines.modelled.core_events import EngineRequest, Finished, RequestMode
 from readyplane_lab.simulator.engine import LegFailed, SimEngine
 from readyplane_lab.simulator.worker import BLOCK_SIZE, SimWorker
-from readyplane_lab.workload.request import WorkloadRequest, prompt_tokens
+from readyplane_lab.workload.request import WorkloadRequest, prompt_hashes
 
 REPAIRS_MAX = 1
 MAX_TOKENS_BOUND = 2048
@@ -81,12 +79,11 @@ class SimGateway:
         """Serve one request; it ends in exactly one record, whatever happens."""
         self.open += 1
         began_s = self._clock.monotonic_s()
-        tokens = prompt_tokens(request).astype(np.dtype("<u4")).tobytes()
         shape = RequestShape(
             request_id=f"r{request.index}",
             model=self._model,
             isl=request.isl,
-            block_hashes=sequence_hashes(tokens, BLOCK_SIZE),
+            block_hashes=prompt_hashes(request, BLOCK_SIZE),
             max_tokens=max(MAX_TOKENS_BOUND, request.osl),
             priority=request.priority,
             tenant=request.tenant,
