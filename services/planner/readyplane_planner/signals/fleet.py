@@ -1,0 +1,108 @@
+"""The living workers as a decision sees them, and what two reports of one life measured.
+
+Joins by (worker id, incarnation) and by nothing else. Ages are differences on the router's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from readyplane.core.worker import Role, Worker, WorkerState
+from readyplane_planner.signals.values import RouterSample, WorkerView
+
+
+def workers(
+    previous: RouterSample | None, current: RouterSample | None
+) -> tuple[tuple[WorkerView, ...], int]:
+    """The living, joined with their own earlier sample by (id, incarnation) and by nothing else."""
+    if current is None:
+        return (), 0
+    before = {w.key: w for w in previous.workers} if previous is not None else {}
+    living = [w for w in current.workers if w.state is not WorkerState.GONE]
+    router_now_s = max(
+        (t for w in living for t in (w.renewed_s, w.ready_s, w.draining_s) if t is not None),
+        default=0.0,
+    )
+    views = tuple(_view(w, before.get(w.key), router_now_s) for w in living)
+    return views, len(before.keys() - {w.key for w in living})
+
+
+def _view(worker: Worker, before: Worker | None, router_now_s: float) -> WorkerView:
+    load = worker.load
+    total, used = load.kv_total_blocks, load.kv_used_blocks
+    usage = used / total if used is not None and total else None
+    block = worker.serving.block_size if worker.serving is not None else 16
+    kv_tokens = float(used * block) if used is not None else None
+    rate, iteration, decoded = _measured(worker, before)
+
+    def age(since: float | None) -> float | None:
+        return None if since is None else max(0.0, router_now_s - since)
+
+    offer = worker.offer
+    return WorkerView(
+        worker_id=offer.worker_id,
+        incarnation=offer.incarnation,
+        role=offer.role,
+        state=worker.state,
+        worker_class=offer.worker_class,
+        epoch=worker.epoch,
+        generation=offer.generation,
+        manifest_digest=offer.manifest_digest,
+        mode=str(offer.mode),
+        node=offer.node,
+        attached=offer.attached,
+        scale_decision_id=offer.scale_decision_id,
+        ready_age_s=age(worker.ready_s),
+        drain_age_s=age(worker.draining_s),
+        active=worker.active,
+        promised_prefill_tokens=worker.promised_prefill_tokens,
+        promised_kv_blocks=worker.promised_kv_blocks,
+        running=load.running,
+        waiting=load.waiting,
+        waiting_prefill_tokens=load.waiting_prefill_tokens,
+        kv_usage=usage,
+        prefill_rate=rate,
+        iteration_s=iteration,
+        decode_rate=decoded,
+        kv_tokens=kv_tokens,
+        failure=worker.progress.failure if worker.progress is not None else "",
+    )
+
+
+def _measured(
+    worker: Worker, before: Worker | None
+) -> tuple[float | None, float | None, float | None]:
+    """(prefill tokens/s, seconds an iteration, output tokens/s) between two reports of one life.
+
+    The first two only where the worker was busy at both ends: else they tell of its load, not of
+    its speed.
+    """
+    if before is None or worker.ready_s is None:
+        return None, None, None
+    now, old = worker.load, before.load
+    dt_s = (worker.renewed_s - now.age_s) - (before.renewed_s - old.age_s)
+    if dt_s <= 0:
+        return None, None, None
+    rate = iteration = decoded = None
+    if now.prefill_tokens_total is not None and old.prefill_tokens_total is not None:
+        grown = now.prefill_tokens_total - old.prefill_tokens_total
+        if grown > 0 and (now.waiting_prefill_tokens or 0) and (old.waiting_prefill_tokens or 0):
+            rate = grown / dt_s
+    if now.iterations_total is not None and old.iterations_total is not None:
+        steps = now.iterations_total - old.iterations_total
+        if steps > 0 and (now.running or 0) and (old.running or 0):
+            iteration = dt_s / steps
+    if now.decode_tokens_total is not None and old.decode_tokens_total is not None:
+        decoded = max(0.0, (now.decode_tokens_total - old.decode_tokens_total) / dt_s)
+    return rate, iteration, decoded
+
+
+def generated(views: Sequence[WorkerView]) -> float | None:
+    """Output tokens/s of the D pool; None when no worker told.
+
+    Reports come less often than ticks: who has not told in this one counts as the others' mean.
+    """
+    serving = {WorkerState.READY, WorkerState.DRAINING}
+    told = [w.decode_rate for w in views if w.role.serves(Role.DECODE) and w.state in serving]
+    known = [rate for rate in told if rate is not None]
+    return sum(known) / len(known) * len(told) if known else None

@@ -1,0 +1,123 @@
+"""Two samples and the actuator's list become an Observation: what each number is worth now.
+
+Owns freshness, and telling idle from no data. Handed to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from readyplane.core.startup import StartQuantiles
+from readyplane.core.worker import Role
+from readyplane_planner.signals import fleet, samples
+from readyplane_planner.signals.values import (
+    Allocation,
+    Kind,
+    Observation,
+    Priors,
+    Refusal,
+    RouterSample,
+    Signal,
+)
+
+
+def observe(
+    *,
+    model: str,
+    previous: RouterSample | None,
+    current: RouterSample | None,
+    allocations: Sequence[Allocation] | None,
+    refused: Sequence[Refusal] = (),
+    t_ready: Mapping[str, StartQuantiles],
+    priors: Priors,
+    now_s: float,
+) -> Observation:
+    """Turn two consecutive samples of the router and the actuator's list into an Observation.
+
+    Args:
+        previous, current: the last two answers; None when there never was one.
+        allocations: None when the actuator could not be asked.
+        refused: orders since the last observation that were not taken.
+    """
+    bad: list[str] = []
+    age_s = 0.0 if current is None else max(0.0, now_s - current.taken_s)
+    kind, why = _freshness(previous, current, age_s, priors)
+    dt_s = 0.0
+    if current is not None and previous is not None:
+        dt_s = max(0.0, current.taken_s - previous.taken_s)
+    lengths = samples.lengths(current, priors)
+    rates = samples.rates(previous, current, dt_s, bad)
+
+    def rate(name: str, unit: str) -> Signal:
+        value = rates.get(name)
+        return _signal(kind, value, unit, age_s, why)
+
+    gauge_kind = kind if kind in {Kind.MISSING, Kind.STALE} else Kind.FRESH
+    gauges = {name: samples.gauge(current, name, bad) for name in samples.GAUGES}
+
+    def gauge(value: float | None, unit: str) -> Signal:
+        return _signal(gauge_kind, value, unit, age_s, why)
+
+    workers, dead = fleet.workers(previous, current)
+    engine = [w.waiting_prefill_tokens for w in workers if w.role.serves(Role.PREFILL)]
+    queued, promised = gauges["queued_tokens"], gauges["prefilling_tokens"]
+    queue = None
+    if queued is not None and promised is not None:
+        # The router's promises and the engines' own queues tell of the same prompts: the larger.
+        queue = queued + max(promised, float(sum(tokens or 0 for tokens in engine)))
+    in_flight = None
+    counts = [gauges[n] for n in ("queued_requests", "prefilling_requests", "decoding_requests")]
+    if None not in counts:
+        in_flight = sum(c for c in counts if c is not None)
+    return Observation(
+        model=model,
+        taken_s=now_s,
+        arrivals=rate("arrivals_total", "requests/s"),
+        prompt_work=rate("arrival_tokens_total", "tokens/s"),
+        prefill_work=rate("arrival_uncached_tokens_total", "tokens/s"),
+        finished=rate("finished_total", "requests/s"),
+        generated=gauge(fleet.generated(workers), "tokens/s"),
+        queue=gauge(queue, "tokens"),
+        in_flight=gauge(in_flight, "requests"),
+        decoding=gauge(gauges["decoding_requests"], "sequences"),
+        remaining=gauge(gauges["decoding_remaining_tokens"], "tokens"),
+        kv=gauge(gauges["decoding_kv_tokens"], "tokens"),
+        lengths=lengths,
+        latency={} if current is None else samples.latencies(current, bad),
+        workers=workers,
+        allocations=tuple(allocations or ()),
+        fleet_known=current is not None and age_s <= priors.stale_after_s,
+        allocations_known=allocations is not None,
+        refused=tuple(refused),
+        t_ready=dict(t_ready),
+        bad=tuple(bad),
+        dead_series=dead,
+        degraded="" if current is None else current.degraded,
+        dt_s=dt_s if kind is Kind.FRESH else 0.0,
+    )
+
+
+def _freshness(
+    previous: RouterSample | None, current: RouterSample | None, age_s: float, priors: Priors
+) -> tuple[Kind, str]:
+    if current is None:
+        return Kind.MISSING, "the router has not answered yet"
+    if not current.model_known:
+        return Kind.MISSING, "the router answered without this model"
+    if age_s > priors.stale_after_s:
+        return Kind.STALE, f"last answer of the router is {age_s:.1f} s old"
+    if previous is None:
+        return Kind.WARMING, "one sample makes no rate"
+    if current.taken_s <= previous.taken_s:
+        return Kind.STALE, "no new answer of the router in this tick"
+    if current.uptime_s < priors.warm_s or previous.incarnation != current.incarnation:
+        return Kind.WARMING, f"the router counts only since {current.uptime_s:.1f} s"
+    return Kind.FRESH, ""
+
+
+def _signal(kind: Kind, value: float | None, unit: str, age_s: float, why: str) -> Signal:
+    if kind in {Kind.MISSING, Kind.STALE, Kind.WARMING}:
+        return Signal(kind, None, unit, age_s, why)
+    if value is None:
+        return Signal(Kind.MISSING, None, unit, age_s, "absent or refused")
+    return Signal(Kind.IDLE if value == 0 else Kind.FRESH, value, unit, age_s)

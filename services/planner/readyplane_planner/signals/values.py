@@ -1,0 +1,232 @@
+"""What reaches the planner, as values: samples, typed signals, and the Observation made of them.
+
+A signal has a unit, an age and a kind, in which unknown is never zero. Work is token work, never
+request counts (R4). Handed to every brain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from readyplane.core.startup import StartQuantiles
+from readyplane.core.worker import Role, Worker, WorkerState
+
+# What must be known before a pool may shrink (B05: partial data never shrinks).
+SHRINK_NEEDS = ("arrivals", "prefill_work", "finished", "queue", "in_flight", "decoding")
+
+
+class Kind(StrEnum):
+    """What a signal's value is worth. IDLE is a known zero; the last three are not known."""
+
+    FRESH = "fresh"
+    IDLE = "idle"
+    STALE = "stale"
+    MISSING = "missing"
+    WARMING = "warming"
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """One number with its unit, its age in seconds and what it is worth."""
+
+    kind: Kind
+    value: float | None
+    unit: str
+    age_s: float = 0.0
+    why: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Whether a decision may rest on the value."""
+        return self.kind in {Kind.FRESH, Kind.IDLE}
+
+    def get(self, otherwise: float = 0.0) -> float:
+        """The value where it is known, else the given stand-in that the caller answers for."""
+        return self.value if self.known and self.value is not None else otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Quantiles of `count` samples over `window_s`; count 0 means that nothing is known."""
+
+    window_s: float = 0.0
+    count: int = 0
+    p50_s: float = 0.0
+    p90_s: float = 0.0
+    p99_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSample:
+    """One answer of the router, stamped on receipt with the planner's own clock (B155).
+
+    Attributes:
+        taken_s: planner clock. incarnation, uptime_s: the router's life.
+        model_known: whether the router listed the model at all; an empty answer is no zero (B02).
+        counters, gauges: by name. latency: ttft_actual, ttft_predicted, tpot_actual, ...
+        length_counts: joint ISL x OSL counts. workers: of this model only (B10).
+        degraded: why the router's view may be old.
+    """
+
+    taken_s: float
+    incarnation: str
+    uptime_s: float
+    model_known: bool = True
+    counters: Mapping[str, float | None] = field(default_factory=dict)
+    gauges: Mapping[str, float | None] = field(default_factory=dict)
+    latency: Mapping[str, Latency] = field(default_factory=dict)
+    length_counts: Sequence[Sequence[float]] = ()
+    workers: tuple[Worker, ...] = ()
+    degraded: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One instance of the actuator, in the words of this brain. Ages in seconds."""
+
+    worker_id: str
+    role: Role
+    state: str
+    worker_class: str = ""
+    manifest_digest: str = ""
+    generation: int = 1
+    mode: str = "jit"
+    scale_decision_id: str = ""
+    node: str = ""
+    allocated_ago_s: float = 0.0
+    running_ago_s: float | None = None
+    exited_ago_s: float | None = None
+    exit_code: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An order that the actuator did not take, or a drain that the router did not, and why (B35)."""
+
+    worker_id: str
+    pool: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What a decision needs of one living worker; None is not known.
+
+    Attributes:
+        ready_age_s, drain_age_s: seconds in that state, from the router's clock alone.
+        active, promised_prefill_tokens, promised_kv_blocks: assigned by the router, so never
+            older than a dispatch (B64).
+        prefill_rate: tokens/s measured while it was busy all the time; iteration_s: likewise.
+        decode_rate: output tokens/s since its last report.
+    """
+
+    worker_id: str
+    incarnation: str
+    role: Role
+    state: WorkerState
+    worker_class: str
+    epoch: int = 0
+    generation: int = 1
+    manifest_digest: str = ""
+    mode: str = "jit"
+    node: str = ""
+    attached: bool = False
+    scale_decision_id: str = ""
+    ready_age_s: float | None = None
+    drain_age_s: float | None = None
+    active: int = 0
+    promised_prefill_tokens: int = 0
+    promised_kv_blocks: int = 0
+    running: int | None = None
+    waiting: int | None = None
+    waiting_prefill_tokens: int | None = None
+    kv_usage: float | None = None
+    prefill_rate: float | None = None
+    iteration_s: float | None = None
+    decode_rate: float | None = None
+    kv_tokens: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Mean lengths in tokens and the spread of prompt work; `known` is False for priors."""
+
+    isl: float
+    uncached: float
+    osl: float
+    isl_cv2: float
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Everything a decision rests on, of one model, at one instant.
+
+    Attributes:
+        arrivals: requests/s. prompt_work: prompt tokens/s arriving, prefill_work: those of them
+            that no prefix cache held.
+        finished: requests/s. generated: output tokens/s as the decode engines count them.
+        queue: prompt tokens waiting in router and engines and not yet computed (R4.2).
+        in_flight: requests queued, in prefill or decoding.
+        decoding, remaining, kv: sequences, tokens to come, KV tokens resident in the D pool.
+        workers: living. allocations: what the actuator holds.
+        fleet_known: whether the router's fleet is fresh; allocations_known: the actuator's list.
+        refused: orders and drains that were not taken since the last observation.
+        t_ready: start quantiles by pool. bad: refused samples. dead_series: ignored worker series.
+        dt_s: seconds that the rates cover, 0 when there is no rate.
+    """
+
+    model: str
+    taken_s: float
+    arrivals: Signal
+    prompt_work: Signal
+    prefill_work: Signal
+    finished: Signal
+    generated: Signal
+    queue: Signal
+    in_flight: Signal
+    decoding: Signal
+    remaining: Signal
+    kv: Signal
+    lengths: Lengths
+    latency: Mapping[str, Latency] = field(default_factory=dict)
+    workers: tuple[WorkerView, ...] = ()
+    allocations: tuple[Allocation, ...] = ()
+    fleet_known: bool = True
+    allocations_known: bool = True
+    refused: tuple[Refusal, ...] = ()
+    t_ready: Mapping[str, StartQuantiles] = field(default_factory=dict)
+    bad: tuple[str, ...] = ()
+    dead_series: int = 0
+    degraded: str = ""
+    dt_s: float = 0.0
+
+    def signals(self) -> dict[str, Signal]:
+        """By name, for the record, the metrics and a person."""
+        work = ("arrivals", "prompt_work", "prefill_work", "finished", "generated")
+        backlog = ("queue", "in_flight", "decoding", "remaining", "kv")
+        return {name: getattr(self, name) for name in (*work, *backlog)}
+
+    def unknown(self) -> tuple[str, ...]:
+        """Names of the signals without which nothing may shrink."""
+        return tuple(name for name in SHRINK_NEEDS if not getattr(self, name).known)
+
+    @property
+    def idle(self) -> bool:
+        """Known to have no demand and nothing in flight; not the same as no data (B02, B04)."""
+        return self.arrivals.kind is Kind.IDLE and self.in_flight.known and not self.in_flight.value
+
+
+@dataclass(frozen=True, slots=True)
+class Priors:
+    """What stands in while nothing was measured, and the bounds of freshness in seconds."""
+
+    isl: float = 1000.0
+    osl: float = 256.0
+    isl_cv2: float = 1.0
+    stale_after_s: float = 7.0
+    warm_s: float = 10.0
