@@ -6,6 +6,7 @@ A worker's renewals go over one Session stream; everything else is one call each
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from readyplane.client.channel import (
     status_of,
 )
 from readyplane.core.errors import LostLease, ReadyplaneError, StaleEpoch, Unavailable
-from readyplane.core.work import RequestEvent, RequestShape
+from readyplane.core.work import EventKind, RequestEvent, RequestShape, reservation_id_of
 from readyplane.core.worker import CheckResult, Fleet, Lease, Serving, Worker, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import (
@@ -41,6 +42,7 @@ from readyplane.v1 import router_pb2_grpc
 
 ROUTE_TIMEOUT_S = 60.0
 RETRY_MAX_S = 1.0
+GIVE_BACK_S_MAX = 1.0
 
 
 class _Session:
@@ -78,6 +80,7 @@ class RouterClient(ServiceClient):
         super().__init__(address, token, timeout_s=timeout_s, clock=clock, make_id=make_id)
         self.route_timeout_s = route_timeout_s
         self._sessions: dict[tuple[str, str], _Session] = {}
+        self._giving_back: set[asyncio.Task[None]] = set()
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         return router_pb2_grpc.RouterStub(channel)
@@ -87,6 +90,8 @@ class RouterClient(ServiceClient):
         for session in self._sessions.values():
             session.drop()
         self._sessions.clear()
+        if self._giving_back:
+            await asyncio.wait(tuple(self._giving_back), timeout=GIVE_BACK_S_MAX)
         await super().aclose()
 
     # ------------------------------------------------------------------ workers
@@ -262,15 +267,33 @@ class RouterClient(ServiceClient):
         explain: bool = False,
         dry_run: bool = False,
     ) -> Pair:
-        """Pick and reserve a pair."""
-        response: pb.RouteResponse = await self.call(
-            "Route",
-            lambda: wire.request_shape_to_proto(
-                shape, replaces=replaces, avoid=avoid, explain=explain, dry_run=dry_run
-            ),
-            self.route_timeout_s,
-        )
+        """Pick and reserve a pair.
+
+        When the caller is cancelled, what was or is being reserved for it is given back: the router
+        cannot know whether an answer that it has sent was received.
+        """
+        try:
+            response: pb.RouteResponse = await self.call(
+                "Route",
+                lambda: wire.request_shape_to_proto(
+                    shape, replaces=replaces, avoid=avoid, explain=explain, dry_run=dry_run
+                ),
+                self.route_timeout_s,
+            )
+        except asyncio.CancelledError:
+            if not dry_run:
+                task = asyncio.ensure_future(
+                    self._give_back(reservation_id_of(shape.request_id, replaces))
+                )
+                self._giving_back.add(task)
+                task.add_done_callback(self._giving_back.discard)
+            raise
         return wire.pair_from_proto(response)
+
+    async def _give_back(self, reservation_id: str) -> None:
+        event = RequestEvent(reservation_id, EventKind.ABORTED, detail="its route was cancelled")
+        with contextlib.suppress(ReadyplaneError):  # then it runs out by its own time
+            await self.complete([event])
 
     async def complete(self, events: Sequence[RequestEvent]) -> int:
         """Tell facts; returns how many reservations were not known."""

@@ -91,6 +91,20 @@ class RequestEvent:
     detail: str = ""
 
 
+def reservation_id_of(request_id: str, replaces: str = "") -> str:
+    """The reservation that a route call makes: `<request_id>.0`, `.1` when it replaces that, ….
+
+    Deterministic, so that the same call finds the same reservation at any router, and a caller
+    that did not get its answer can name what it may have been promised.
+    """
+    if not replaces:
+        return f"{request_id}.0"
+    head, _, attempt = replaces.rpartition(".")
+    if head == request_id and attempt.isdigit():
+        return f"{request_id}.{int(attempt) + 1}"
+    return f"{request_id}.1"
+
+
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as packed little-endian uint32.
 

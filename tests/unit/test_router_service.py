@@ -21,6 +21,7 @@ from readyplane.core.identity import KvFormat
 from readyplane.core.work import EventKind, RequestEvent, Slo, sequence_hashes
 from readyplane.core.worker import LoadReport, Role, WorkerState
 from readyplane.ports import KvEvent, KvEventBatch, Pair, RankReport
+from readyplane_router.ends import LOST_WAIT_S
 from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.service import RouterService
@@ -727,15 +728,20 @@ def test_a_drain_deadline_ends_it_with_counted_aborts() -> None:
     async def main(world: World) -> None:
         router = await world.router()
         _, d0 = await fleet_of(world, router)
-        pair = await router.route(shape("r1"))
+        late = await router.route(shape("late"))
+        await router.route(shape("silent"))
         await router.drain("d0", deadline_s=5.0)
         await asyncio.sleep(6.5)
         answer = await d0.renew()
         assert [d.kind for d in answer.directives] == ["leave"]
-        assert router.desks[MODEL].counters.aborted == 1
-        assert router.members.counts["drain_aborts"] == 1
-        assert await router.complete(events(pair, EventKind.FINISHED)) == 1
+        assert router.members.counts["drain_aborts"] == 2
+        assert await router.complete(events(late, EventKind.FINISHED)) == 1  # just in time
         await all_free(world, router)
+        desk = router.desks[MODEL]
+        assert (desk.counters.finished, desk.counters.aborted) == (1, 0)
+        await asyncio.sleep(LOST_WAIT_S + 2.0)
+        assert (desk.counters.finished, desk.counters.aborted) == (1, 1)
+        assert desk.ends.aborts == {"drain_deadline": 1}
 
     on_virtual_time(main)
 

@@ -36,16 +36,6 @@ def check_shape(shape: RequestShape) -> None:
         raise InvalidField("slo", str(shape.slo), "give times above 0")
 
 
-def reservation_id_of(request_id: str, replaces: str) -> str:
-    """Deterministic, so that the same call finds the same reservation, at any router."""
-    if not replaces:
-        return f"{request_id}.0"
-    head, _, attempt = replaces.rpartition(".")
-    if head == request_id and attempt.isdigit():
-        return f"{request_id}.{int(attempt) + 1}"
-    return f"{request_id}.1"
-
-
 def take_of(held: Held, payload: str, ttl_s: float) -> Take:
     p, d = held.prefill, held.decode
     work_us = round(held.terms.prefill_s * 1e6) if held.prefilling else 0

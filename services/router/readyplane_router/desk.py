@@ -355,7 +355,7 @@ class Desk(Bookings):
             if kind is EventKind.LEG_FAILED:
                 self.leg_failed(event, now_s=now_s)
                 self.lose(event.reservation_id, "leg_failed", held.isl, now_s=now_s)
-            else:
+            elif event.reservation_id not in self.waiting:  # else counted when its call ends
                 self.abort("client")
             owed.releases.append((event.reservation_id, ALL_SIDES))
         return True

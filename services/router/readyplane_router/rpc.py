@@ -1,19 +1,14 @@
-"""The router over gRPC: translates messages with `readyplane.wire`, and nothing else.
-
-One thing is known only here: that a caller has cancelled a Route after its pair was reserved.
-"""
+"""The router over gRPC: translates messages with `readyplane.wire`, and nothing else."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 
 from readyplane import wire
-from readyplane.core.work import EventKind, RequestEvent
 from readyplane.kit.clock import Clock
 from readyplane.v1 import router_pb2 as pb
 from readyplane.v1 import router_pb2_grpc
@@ -34,10 +29,6 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     def __init__(self, service: RouterService, clock: Clock) -> None:
         self._service = service
         self._clock = clock
-        self._given: dict[
-            str, object
-        ] = {}  # reservations whose answer is on its way, to which call
-        self._unwanted: set[asyncio.Task[int]] = set()
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         lease = await self._service.register(wire.worker_offer_from_proto(request.offer))
@@ -107,29 +98,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             explain=request.explain,
             dry_run=request.dry_run,
         )
-        if pair.reservation_id:
-            self._given[pair.reservation_id] = context
-            context.add_done_callback(self._told_or_unwanted(pair.reservation_id))
         return wire.pair_to_proto(pair)
-
-    def _told_or_unwanted(self, reservation_id: str) -> Callable[[Context], None]:
-        """When the call is over: nobody has this pair if it was cancelled before its answer was
-        sent, unless the same request was asked for again meanwhile.
-        """
-
-        def over(context: Context) -> None:
-            if self._given.get(reservation_id) is not context:
-                return
-            del self._given[reservation_id]
-            if context.cancelled():
-                event = RequestEvent(
-                    reservation_id, EventKind.ABORTED, detail="route was cancelled"
-                )
-                task = asyncio.ensure_future(self._service.complete([event]))
-                self._unwanted.add(task)
-                task.add_done_callback(self._unwanted.discard)
-
-        return over
 
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         events = [wire.request_event_from_proto(event) for event in request.events]

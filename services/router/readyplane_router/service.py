@@ -21,7 +21,7 @@ from readyplane.core.errors import (
     Unavailable,
 )
 from readyplane.core.profile import ClassProfile
-from readyplane.core.work import RequestEvent, RequestShape
+from readyplane.core.work import RequestEvent, RequestShape, reservation_id_of
 from readyplane.core.worker import CheckResult, Fleet, Lease, Serving, Worker, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import (
@@ -41,7 +41,6 @@ from readyplane_router.answers import (
     learn,
     model_signals,
     pair_from,
-    reservation_id_of,
     waiting_error,
 )
 from readyplane_router.bookings import Held, Owed
