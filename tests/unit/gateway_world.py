@@ -315,6 +315,7 @@ class MemoryRouter:
         self.faults: deque[ReadyplaneError | float] = deque()
         self.complete_faults: deque[ReadyplaneError] = deque()
         self.unknown = 0
+        self.disowned: list[str] = []
         self.batches: list[int] = []
         self.asked: list[dict[str, Any]] = []
         self.cancelled = 0
@@ -388,6 +389,9 @@ class MemoryRouter:
         unknown = 0
         for event in events:
             reservation = self.reservations.get(event.reservation_id)
+            if reservation is None and not event.reservation_id.startswith("res-"):
+                self.disowned.append(event.reservation_id)
+                continue
             if reservation is None or reservation.ends:
                 unknown += 1
                 self.unknown += 1

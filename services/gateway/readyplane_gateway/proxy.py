@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from readyplane.core.errors import PromptTooLong, ReadyplaneError, Unavailable
-from readyplane.core.work import RequestShape, Slo, pack_tokens
+from readyplane.core.work import (
+    EventKind,
+    RequestEvent,
+    RequestShape,
+    Slo,
+    pack_tokens,
+    reservation_id_of,
+)
 from readyplane.kit.clock import Clock
 from readyplane.ports import End, Pair, Router
 from readyplane_gateway.bounds import Bounds
@@ -180,9 +187,15 @@ class Proxy:
                 self._meters.router_waits.labels("route").inc()
                 if self._clock.monotonic_s() + pause_s > give_up_s:
                     what = f"the router does not answer ({error.what})"
+                    self._disown(reservation_id_of(shape.request_id, replaces))
                     raise Unavailable(what, "try again", retry_after_s=2.0) from error
                 await self._clock.sleep(pause_s)
                 pause_s = min(RETRY_S_MAX, pause_s * 2)
+
+    def _disown(self, reservation_id: str) -> None:
+        """It may have been reserved all the same, by a call whose answer was lost."""
+        event = RequestEvent(reservation_id, EventKind.ABORTED, detail="its answer did not come")
+        self._reporter.tell(event, now=True)
 
     async def _ask_router(self, shape: RequestShape, replaces: str, avoid: Sequence[str]) -> Pair:
         """One call. When the client leaves meanwhile, what the router has reserved is given back."""
