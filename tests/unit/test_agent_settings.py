@@ -7,7 +7,7 @@ import pytest
 from readyplane.core.errors import InvalidField
 from readyplane.core.startup import StartMode
 from readyplane.core.worker import Role
-from readyplane_agent.__main__ import MARK, work_folder
+from readyplane_agent.folder import MARK, remove_left_behind, work_folder
 from readyplane_agent.settings import AgentSettings, parse
 
 FULL = [
@@ -86,3 +86,26 @@ def test_the_work_folder_is_emptied_only_if_an_agent_left_it(tmp_path: Path) -> 
     with pytest.raises(InvalidField, match=r"thesis\.txt in it is not an agent's"):
         work_folder(theirs)
     assert (theirs / "thesis.txt").exists()
+
+
+def test_only_a_marked_folder_in_its_own_place_is_removed(tmp_path: Path) -> None:
+    workers = tmp_path / "workers"
+    ours = workers / "w1"
+    work_folder(ours)
+    (ours / "files").mkdir()
+    (ours / "files" / "a").write_text("x")
+    (ours / "engine.log").write_text("x")
+    (tmp_path / "kept").write_text("x")
+    (ours / "link").symlink_to(tmp_path)
+    theirs = workers / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("x")
+    (workers / "elsewhere").symlink_to(ours)
+    (tmp_path / MARK).touch()  # even a marked one is left alone where it does not belong
+    for path in (theirs, workers / "gone", workers / "elsewhere", workers / "..", tmp_path):
+        assert not remove_left_behind(path, within=workers)
+    assert (ours / "engine.log").exists()
+    assert remove_left_behind(ours, within=workers)
+    assert not ours.exists()
+    assert (tmp_path / "kept").exists()
+    assert not remove_left_behind(ours, within=workers)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -89,7 +92,49 @@ async def test_an_agent_that_ends_by_itself_is_seen_with_its_log(
     assert "code 3" in instance.reason
 
 
-@pytest.mark.parametrize("worker_id", ["", "a b", "../x", "x" * 65])
+class WorkingActuator(ScriptActuator):
+    """Its script is told the worker's folder."""
+
+    def _argv(self, order: Order) -> list[str]:
+        return [*super()._argv(order), str(self._place.work_dir / order.worker_id)]
+
+
+MAKES_ITS_FOLDER = """
+import pathlib, sys, time
+from readyplane_agent.folder import work_folder
+path = pathlib.Path(sys.argv[1])
+work_folder(path)
+(path / "engine.log").write_text("x")
+(path / "files").mkdir()
+(path / "files" / "a").write_text("x")
+print("made", flush=True)
+time.sleep(60)
+"""
+
+
+async def test_what_a_killed_agent_left_is_removed(
+    actuator: ScriptActuator, tmp_path: Path
+) -> None:
+    actuator.__class__ = WorkingActuator
+    actuator.script = MAKES_ITS_FOLDER
+    (tmp_path / "theirs").mkdir()
+    instances = [await actuator.provision(order(name)) for name in ("p-1", "p-2")]
+    async with asyncio.timeout(60):
+        for name in ("p-1", "p-2"):
+            while "made" not in actuator._table.log_tail(f"worker-{name}"):
+                await asyncio.sleep(0.02)
+        os.kill(instances[0].pid, signal.SIGKILL)
+        while (tmp_path / "p-1").exists():
+            await asyncio.sleep(0.02)
+    assert (tmp_path / "p-2" / "engine.log").exists()
+    states = {i.order.worker_id: i.state for i in await actuator.list_instances()}
+    assert states == {"p-1": "failed", "p-2": "running"}
+    await actuator.release_all(grace_s=0.0, reason="test")
+    assert not (tmp_path / "p-2").exists()
+    assert (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize("worker_id", ["", ".", "..", "a b", "../x", "x" * 65])
 async def test_a_bad_worker_id_is_named(actuator: ScriptActuator, worker_id: str) -> None:
     with pytest.raises(InvalidField, match="worker_id"):
         await actuator.provision(order(worker_id))

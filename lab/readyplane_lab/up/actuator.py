@@ -19,11 +19,14 @@ from pathlib import Path
 from readyplane.core.errors import Conflict, InvalidField, NotFound, Refused, StaleEpoch
 from readyplane.kit.clock import Clock
 from readyplane.ports import Instance, Order
+from readyplane_agent.folder import remove_left_behind
 from readyplane_lab.up.processes import ProcessTable
 
 ENDED_KEPT = 256
 LOG_TAIL_LINES = 20
 NODE = "local"
+REMOVE_TRIES_MAX = 10
+REMOVE_EVERY_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class LocalActuator:
         self._profile_of = profile_of
         self._live: dict[str, _Allocation] = {}
         self._ended: deque[_Allocation] = deque(maxlen=ENDED_KEPT)
+        self._removals: set[asyncio.Task[None]] = set()
         self._leader_epoch = 0
         self._closed = False
 
@@ -130,6 +134,7 @@ class LocalActuator:
         await asyncio.gather(
             *(self._release(name, grace_s=grace_s, reason=reason) for name in list(self._live))
         )
+        await asyncio.gather(*self._removals)
 
     async def _release(self, worker_id: str, *, grace_s: float, reason: str) -> Instance:
         allocation = self._live.get(worker_id)
@@ -180,7 +185,8 @@ class LocalActuator:
                 "wait for a worker to end or raise --workers-max",
             )
         name = order.worker_id
-        if not name or len(name) > 64 or not all(c.isalnum() or c in "-_." for c in name):
+        plain = name.strip(".") and len(name) <= 64  # "..", a worker's folder, would be another
+        if not plain or not all(c.isalnum() or c in "-_." for c in name):
             raise InvalidField("worker_id", name, "use 1 to 64 letters, digits, '-', '_' or '.'")
 
     def _argv(self, order: Order) -> list[str]:
@@ -228,6 +234,25 @@ class LocalActuator:
             allocation.reason = f"agent ended by itself with code {allocation.exit_code}"
             log.warning("%s: %s", allocation.order.worker_id, allocation.reason)
         self._ended.append(allocation)
+        removal = asyncio.ensure_future(self._remove_folder(allocation.order.worker_id))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+
+    async def _remove_folder(self, worker_id: str) -> None:
+        """An agent that was killed has left its files; its engine may just be ending, too."""
+        within, why = self._place.work_dir, OSError()
+        for _ in range(REMOVE_TRIES_MAX):
+            if worker_id in self._live:
+                return  # the id is used again
+            try:
+                path = within / worker_id
+                if await asyncio.to_thread(remove_left_behind, path, within=within):
+                    log.info("%s left its work folder; removed", worker_id)
+                return
+            except OSError as error:
+                why = error
+            await self._clock.sleep(REMOVE_EVERY_S)
+        log.warning("the work folder of %s cannot be removed: %s", worker_id, why)
 
     def _instance(self, allocation: _Allocation) -> Instance:
         now_s = self._clock.monotonic_s()

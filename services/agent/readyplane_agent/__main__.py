@@ -13,14 +13,12 @@ import json
 import os
 import random
 import secrets
-import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
+from readyplane.core.errors import ReadyplaneError, Unavailable
 from readyplane.core.startup import SegmentName
 from readyplane.kit.clock import Clock, SystemClock
 from readyplane.kit.telemetry import setup_logging
@@ -28,6 +26,7 @@ from readyplane.ports import Registry, Router
 from readyplane.profiles import load as load_profile
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.engines.choice import engine_for
+from readyplane_agent.folder import work_folder
 from readyplane_agent.life import Life
 from readyplane_agent.lifecycle import ExitCode
 from readyplane_agent.settings import AgentSettings, parse
@@ -54,32 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ordered_at_s=settings.ordered_at_s,
     )
     return asyncio.run(_live(settings, trace))
-
-
-MARK = ".readyplane-agent"
-
-
-def work_folder(path: Path) -> None:
-    """Make an empty folder of our own; it is removed at the end of the life.
-
-    Raises:
-        InvalidField: it cannot be written, or holds files that no agent has left there.
-    """
-    remedy = "give a folder that can be written"
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        left = [item for item in path.iterdir() if item.name != MARK]
-        if left and not (path / MARK).exists():
-            remedy = f"give an empty folder: {left[0].name} in it is not an agent's"
-            raise InvalidField("--work-dir", str(path), remedy)
-        (path / MARK).touch()
-        for item in left:
-            if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item)
-            else:
-                item.unlink()
-    except OSError as error:
-        raise InvalidField("--work-dir", str(path), f"{remedy} ({error.strerror})") from error
 
 
 @contextlib.asynccontextmanager
