@@ -4,17 +4,19 @@ A profile is made of measured points; between them prefill time is interpolated,
 extrapolated with the last slope. Iteration time is a non-negative least-squares fit
 `a + b * sequences + c * kv_tokens` of the measured points, because the published grids are small
 and not monotone; `fit_error` says how well that fits.
+
+Plain Python on purpose: agents and engines read profiles, and numpy alone would be a quarter of
+their imports, which are part of a start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import accumulate, combinations, pairwise
+from math import fsum, isfinite
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import digest_of
@@ -98,31 +100,36 @@ class ClassProfile:
         return digest_of(self.document())
 
     @cached_property
-    def _prefill(self) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-        x = np.array([p[0] for p in self.prefill_points])
-        y = np.array([p[1] for p in self.prefill_points]) * (self.slow_factor / 1000.0)
-        y = np.maximum.accumulate(y)
-        slope = float((y[-1] - y[0]) / (x[-1] - x[0]))
-        tail = float((y[-1] - y[-2]) / (x[-1] - x[-2]))
+    def _prefill(self) -> tuple[list[float], list[float], float]:
+        x = [p[0] for p in self.prefill_points]
+        y = [p[1] * (self.slow_factor / 1000.0) for p in self.prefill_points]
+        y = list(accumulate(y, max))
+        slope = (y[-1] - y[0]) / (x[-1] - x[0])
+        tail = (y[-1] - y[-2]) / (x[-1] - x[-2])
         return x, y, max(slope, tail)
 
     @cached_property
     def _decode(self) -> tuple[float, float, float]:
-        points = np.array(self.decode_points)
-        design = np.column_stack([np.ones(len(points)), points[:, 0], points[:, 1]])
-        scale = design.max(axis=0)
-        fitted = _non_negative_fit(design / scale, points[:, 2])
-        a, b, c = (fitted / scale) * (self.slow_factor / 1000.0)
-        return float(a), float(b), float(c)
+        rows = [(1.0, p[0], p[1]) for p in self.decode_points]
+        scale = [max(column) for column in zip(*rows, strict=True)]
+        scaled = [[v / most for v, most in zip(row, scale, strict=True)] for row in rows]
+        fitted = _non_negative_fit(scaled, [p[2] for p in self.decode_points])
+        a, b, c = (
+            v / most * (self.slow_factor / 1000.0) for v, most in zip(fitted, scale, strict=True)
+        )
+        return a, b, c
 
     @cached_property
     def fit_error(self) -> float:
         """Median relative error of the iteration fit over the measured points, a fraction."""
         a, b, c = self._decode
-        points = np.array(self.decode_points)
-        got = a + b * points[:, 0] + c * points[:, 1]
-        want = points[:, 2] * (self.slow_factor / 1000.0)
-        return float(np.median(np.abs(got - want) / want))
+        errors = []
+        for sequences, kv_tokens, milliseconds in self.decode_points:
+            want = milliseconds * (self.slow_factor / 1000.0)
+            errors.append(abs(a + b * sequences + c * kv_tokens - want) / want)
+        errors.sort()
+        half = len(errors) // 2
+        return errors[half] if len(errors) % 2 else (errors[half - 1] + errors[half]) / 2
 
     def prefill_s(self, tokens: float, cached: float = 0.0) -> float:
         """Seconds to prefill `tokens` uncached prompt tokens after `cached` tokens already held.
@@ -140,9 +147,12 @@ class ClassProfile:
 
     def _prefill_at(self, tokens: float) -> float:
         x, y, tail = self._prefill
-        if tokens > x[-1]:
-            return float(y[-1] + tail * (tokens - x[-1]))
-        return float(np.interp(tokens, x, y))
+        if tokens >= x[-1]:
+            return y[-1] + tail * (tokens - x[-1])
+        if tokens <= x[0]:
+            return y[0]
+        i = bisect_right(x, tokens)
+        return y[i - 1] + (y[i] - y[i - 1]) / (x[i] - x[i - 1]) * (tokens - x[i - 1])
 
     def iteration_s(self, sequences: float, kv_tokens: float) -> float:
         """Seconds of one decode iteration with `sequences` running over `kv_tokens` KV tokens."""
@@ -176,24 +186,53 @@ class ClassProfile:
         return sequences / self.iteration_s(sequences, sequences * context)
 
 
-def _non_negative_fit(
-    design: NDArray[np.float64], target: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _non_negative_fit(rows: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
     """Least squares with coefficients of at least 0, exact by trying every set of columns.
 
-    Three columns make seven sets; this keeps scipy out of processes that must start fast.
+    Args:
+        rows: the design, each column scaled to at most 1. target: one value a row.
     """
-    columns = range(design.shape[1])
-    best, best_error = np.zeros(design.shape[1]), float("inf")
-    for size in range(1, design.shape[1] + 1):
-        for chosen in combinations(columns, size):
-            part = design[:, chosen]
-            found, *_ = np.linalg.lstsq(part, target, rcond=None)
-            error = float(((part @ found - target) ** 2).sum())
-            if (found >= 0).all() and error < best_error:
-                best, best_error = np.zeros(design.shape[1]), error
-                best[list(chosen)] = found
+    columns = list(zip(*rows, strict=True))
+    gram = [[fsum(p * q for p, q in zip(u, v, strict=True)) for v in columns] for u in columns]
+    right = [fsum(p * q for p, q in zip(u, target, strict=True)) for u in columns]
+    best, best_error = [0.0] * len(columns), float("inf")
+    for size in range(1, len(columns) + 1):
+        for chosen in combinations(range(len(columns)), size):
+            found = _solve(
+                [[gram[i][j] for j in chosen] for i in chosen], [right[i] for i in chosen]
+            )
+            if found is None or min(found) < 0:
+                continue
+            full = [0.0] * len(columns)
+            for i, value in zip(chosen, found, strict=True):
+                full[i] = value
+            error = fsum(
+                (fsum(v * f for v, f in zip(row, full, strict=True)) - want) ** 2
+                for row, want in zip(rows, target, strict=True)
+            )
+            if error < best_error:
+                best, best_error = full, error
     return best
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """A small symmetric system; None when its columns depend on each other (fewer will do)."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda k: abs(rows[k][i]))
+        if abs(rows[pivot][i]) < 1e-12 * max(1.0, abs(matrix[i][i])):
+            return None
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for below in rows[i + 1 :]:
+            factor = below[i] / rows[i][i]
+            for j in range(i, size + 1):
+                below[j] -= factor * rows[i][j]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        known = fsum(rows[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (rows[i][size] - known) / rows[i][i]
+    return found
 
 
 _NUMBERS = (
@@ -252,6 +291,6 @@ def _row(row: object, width: int, where: str) -> list[object]:
 def _positive(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidField(where, value, "use a number")
-    if not np.isfinite(value) or value <= 0:
+    if not isfinite(value) or value <= 0:
         raise InvalidField(where, value, "use a finite number above 0")
     return float(value)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-import numpy as np
-
 
 class SegmentName(StrEnum):
     """The segments of R6.1, in their usual order."""
@@ -159,8 +157,8 @@ def start_quantiles(
     """
     if not samples:
         return prior
-    values = np.array([s.capacity_s for s in samples])
-    p50, p90, p99 = (float(q) for q in np.quantile(values, (0.5, 0.9, 0.99)))
+    values = sorted(s.capacity_s for s in samples)
+    p50, p90, p99 = (_quantile(values, q) for q in (0.5, 0.9, 0.99))
     age_s = now_s - max(s.seen_at_s for s in samples)
     few = 5
     if len(samples) < few:
@@ -168,3 +166,11 @@ def start_quantiles(
         p90 = max(p90, (1 - weight) * prior.p90_s + weight * p90)
         p99 = max(p99, (1 - weight) * prior.p99_s + weight * p99)
     return StartQuantiles(p50, p90, p99, len(samples), age_s)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """A quantile of sorted values, linear between two of them."""
+    at = share * (len(values) - 1)
+    low = int(at)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (at - low)

@@ -5,16 +5,21 @@ Token work, never request counts, is the unit of demand (R4).
 
 from __future__ import annotations
 
+import sys
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from readyplane.core.errors import InvalidField
+
+if TYPE_CHECKING:  # imported where it is used: agents and engines do without
+    import numpy as np
+    from numpy.typing import NDArray
 
 HASH_SEED = 1337
 OSL_EDGES: tuple[int, ...] = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
@@ -112,7 +117,10 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
         InvalidField: an id below 0 or above 2**32 - 1.
     """
     try:
-        return np.asarray(token_ids, dtype=np.dtype("<u4")).tobytes()
+        packed = array("I", token_ids)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        return packed.tobytes()
     except (OverflowError, ValueError, TypeError) as error:
         raise InvalidField(
             "prompt", str(token_ids)[:60], "use token ids from 0 to 4294967295"
@@ -155,6 +163,12 @@ def sequence_hashes(
     return tuple(out)
 
 
+def _no_counts() -> NDArray[np.float64]:
+    import numpy as np
+
+    return np.zeros((len(ISL_EDGES), len(OSL_EDGES)))
+
+
 @dataclass(slots=True)
 class LengthStats:
     """Joint ISL/OSL counts that age, and what they say about remaining output (R4.1).
@@ -163,9 +177,7 @@ class LengthStats:
     a counter owned by one router; brains get `snapshot()`.
     """
 
-    counts: NDArray[np.float64] = field(
-        default_factory=lambda: np.zeros((len(ISL_EDGES), len(OSL_EDGES)))
-    )
+    counts: NDArray[np.float64] = field(default_factory=_no_counts)
 
     def add(self, isl: int, osl: int) -> None:
         """Count one finished request."""
@@ -205,6 +217,8 @@ def expected_remaining(
         conditional on the emitted tokens (memoryless), so a long answer is never predicted to be
         over.
     """
+    import numpy as np
+
     row = np.asarray(counts[_bin(ISL_EDGES, isl)], dtype=float)
     if row.sum() < 20:
         row = np.asarray(counts, dtype=float).sum(axis=0)

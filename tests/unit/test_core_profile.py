@@ -6,9 +6,11 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import nnls
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.profile import ClassProfile, LinkClass
@@ -91,6 +93,39 @@ def test_the_slow_factor_scales_every_time() -> None:
     assert SLOW.iteration_s(40, 50_000) == pytest.approx(10 * H200.iteration_s(40, 50_000))
     assert SLOW.prefill_tokens_per_s(1155) == pytest.approx(H200.prefill_tokens_per_s(1155) / 10)
     assert SLOW.fit_error == pytest.approx(H200.fit_error)
+
+
+points = st.lists(
+    st.tuples(st.integers(1, 300), st.integers(1, 500_000), st.floats(0.5, 500.0)),
+    min_size=2,
+    max_size=20,
+)
+
+
+@given(points)
+def test_the_fit_is_as_good_as_non_negative_least_squares(
+    rows: list[tuple[int, int, float]],
+) -> None:
+    """Compared with scipy's, which processes that must start fast do without."""
+    profile = ClassProfile.from_document({**DOCUMENT, "decode_points": [list(r) for r in rows]})
+    design = np.array([[1.0, r[0], r[1]] for r in rows])
+    scale = design.max(axis=0)
+    target = np.array([r[2] for r in rows])
+    _, residual = nnls(design / scale, target)
+    found = np.array(profile.decode_coefficients_s()) * 1000.0
+    assert (found >= 0).all()
+    error = float(np.linalg.norm(design @ found - target))
+    assert error <= residual * (1 + 1e-6) + 1e-6 * float(np.linalg.norm(target))
+
+
+@given(st.floats(0.1, 400_000))
+def test_between_measured_points_time_is_linear(at: float) -> None:
+    x, y = zip(*H200.prefill_points, strict=True)
+    if at <= x[-1]:
+        wanted = np.interp(at, x, np.maximum.accumulate(y)) / 1000.0
+        assert H200.prefill_s(at) == pytest.approx(float(wanted))
+    else:
+        assert H200.prefill_s(at) > y[-1] / 1000.0
 
 
 def test_sharers_divide_a_link() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import exp
-from statistics import NormalDist
 
 import xxhash
 
@@ -84,6 +83,8 @@ class Answer:
 
 def answer_length(prompt: bytes) -> int:
     """Tokens that the answer to a prompt has when it may end by itself (1 to 2048)."""
+    from statistics import NormalDist  # late: most clients say how long their answers are
+
     share = (xxhash.xxh3_64_intdigest(prompt, seed=2) + 0.5) / 2.0**64
     share = min(max(share, 1e-9), 1 - 1e-9)
     tokens = LENGTH_MEDIAN_TOKENS * exp(LENGTH_SIGMA * NormalDist().inv_cdf(share))

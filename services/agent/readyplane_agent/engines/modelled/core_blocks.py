@@ -7,9 +7,11 @@ its place is needed; the one released longest ago goes first. `core` decides who
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from itertools import islice, repeat
+from itertools import repeat
+
+STALE_ENTRIES_MAX = 4096
 
 
 class BlockPool:
@@ -20,14 +22,19 @@ class BlockPool:
         evicted: hashes that left since the owner last emptied this list.
     """
 
-    __slots__ = ("_idle", "evicted", "private", "total", "users")
+    __slots__ = ("_entries", "_idle", "_released", "_stamp", "evicted", "private", "total", "users")
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.private = 0
         self.users: dict[int, int] = {}
-        # A plain dict would walk over all its deleted entries to find the first one left.
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        # Idle hashes with the stamp of their release, longest ago first, and the releases in order:
+        # the dict alone would walk over all its deleted entries to find the first one left. An
+        # entry of a release whose stamp is not the hash's has been used since: it is passed over.
+        self._idle: dict[int, int] = {}
+        self._released: deque[tuple[int, list[int]]] = deque()
+        self._entries = 0
+        self._stamp = 0
         self.evicted: list[int] = []
 
     @property
@@ -75,13 +82,41 @@ class BlockPool:
 
         The caller has checked `available`.
         """
-        idle = self._idle
-        short = count - (self.total - self.private - len(self.users) - len(idle))
+        short = count - (self.total - self.private - len(self.users) - len(self._idle))
         if short > 0:
-            gone = list(islice(idle, short))
+            self._evict(short)
+        self.private += count
+
+    def _evict(self, count: int) -> None:
+        """Evict the `count` idle blocks that were released longest ago."""
+        idle, released = self._idle, self._released
+        while count > 0:
+            stamp, hashes = released[0]  # the next to go stands last
+            last = hashes[-count:]
+            stamps = list(map(idle.get, last))
+            gone = last
+            if stamps.count(stamp) != len(stamps):
+                gone = [value for value, at in zip(last, stamps, strict=True) if at == stamp]
+            del hashes[-count:]
+            if not hashes:
+                released.popleft()
+            self._entries -= len(last)
+            gone.reverse()
             deque(map(idle.__delitem__, gone), maxlen=0)
             self.evicted += gone
-        self.private += count
+            count -= len(gone)
+
+    def _retire(self, hashes: list[int]) -> None:
+        """These cached blocks have no user any more; the last of them will go first."""
+        self._stamp += 1
+        self._idle.update(dict.fromkeys(reversed(hashes), self._stamp))
+        self._released.append((self._stamp, hashes))
+        self._entries += len(hashes)
+        if self._entries > 2 * len(self._idle) + STALE_ENTRIES_MAX:
+            self._stamp += 1
+            self._released = deque([(self._stamp, list(reversed(self._idle)))])
+            self._idle = dict.fromkeys(self._idle, self._stamp)
+            self._entries = len(self._idle)
 
     def publish(self, hashes: Sequence[int]) -> list[int]:
         """Turn private blocks into cached ones with one user.
@@ -102,22 +137,21 @@ class BlockPool:
         self.private -= private
         if not hashes:
             return
-        users, idle = self.users, self._idle
+        users = self.users
         counts = list(map(users.pop, hashes, repeat(0)))
         if max(counts) == min(counts) == 1:  # nobody else uses any of them: no loop
-            idle.update(dict.fromkeys(reversed(hashes)))
+            self._retire(list(hashes))
             return
         left: dict[int, int] = {}
         for value, count in zip(hashes, counts, strict=True):
             left[value] = left.get(value, count) - 1
-        for value in reversed(left):
-            if left[value] > 0:
-                users[value] = left[value]
-            else:
-                idle[value] = None
+        users.update({value: count for value, count in left.items() if count > 0})
+        self._retire([value for value, count in left.items() if count <= 0])
 
     def clear(self) -> list[int]:
         """Forget every idle block; returns their hashes."""
         gone = list(self._idle)
         self._idle.clear()
+        self._released.clear()
+        self._entries = 0
         return gone

@@ -10,8 +10,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 
-import numpy as np
-
 from readyplane_agent.engines.modelled.core_events import EngineStats
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
@@ -102,7 +100,10 @@ class EngineMetrics:
 
     def lateness_s(self, quantile: float) -> float:
         """Quantile of the last `LATENESS_WINDOW` samples, 0 without any."""
-        return float(np.quantile(self._lateness, quantile)) if self._lateness else 0.0
+        if not self._lateness:
+            return 0.0
+        values = sorted(self._lateness)
+        return values[round(quantile * (len(values) - 1))]
 
     def page(self, stats: EngineStats, *, cache_config: Mapping[str, object]) -> bytes:
         """The metrics page."""
