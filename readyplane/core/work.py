@@ -5,7 +5,6 @@ Token work, never request counts, is the unit of demand (R4).
 
 from __future__ import annotations
 
-import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ if TYPE_CHECKING:  # imported where it is used: agents and engines do without
     import numpy as np
     from numpy.typing import NDArray
 
+_BIG_ENDIAN = array("I", [1]).tobytes()[0] == 0
 HASH_SEED = 1337
 OSL_EDGES: tuple[int, ...] = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 ISL_EDGES: tuple[int, ...] = (0, 128, 512, 1024, 2048, 4096, 8192, 32768)
@@ -118,7 +118,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """
     try:
         packed = array("I", token_ids)
-        if sys.byteorder == "big":
+        if _BIG_ENDIAN:
             packed.byteswap()
         return packed.tobytes()
     except (OverflowError, ValueError, TypeError) as error:
