@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
+from tests.integration.collector import Collector
+
 if TYPE_CHECKING:
     from readyplane_lab.up.address_book import AddressBook
     from readyplane_lab.up.stack import Stack
@@ -43,6 +45,7 @@ class FullStack:
         self._loop = loop
         self._rooms = AsyncExitStack()
         self._say = log
+        self.collector = Collector()
         self.stack: Stack
 
     @property
@@ -73,7 +76,12 @@ class FullStack:
         from readyplane_lab.up.options import UpOptions
         from readyplane_lab.up.stack import running_stack
 
-        options = UpOptions(quick=True, load=False, model_bytes=100_000_000)
+        options = UpOptions(
+            quick=True,
+            load=False,
+            model_bytes=100_000_000,
+            otlp_endpoint=self.collector.address,
+        )
         running = running_stack(options, clock=SystemClock(), say=self._say)
         self.stack = await self._rooms.enter_async_context(running)
         await self._until(_ready(1, 1), READY_S_MAX, "a first pair")
@@ -88,6 +96,7 @@ class FullStack:
     async def stop(self) -> None:
         """Stop everything."""
         await self._rooms.aclose()
+        self.collector.stop()
 
     async def _until(
         self, holds: Callable[[dict[str, Any]], bool], limit_s: float, what: str
