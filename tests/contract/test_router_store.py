@@ -378,7 +378,7 @@ async def test_both_stores_do_the_same(redis_url: str, told: list[tuple[str, int
                 )
             out.append(await store.usage(M))
         answers.append(out)
-    await client.aclose()
+        await store.aclose()
     assert answers[0] == answers[1]
 
 

@@ -94,13 +94,14 @@ async def serve(settings: RouterSettings) -> None:
     policy = read_policy(settings.policy_file)
     await migrate(settings.database_url, PACKAGE)
     client = connect(settings.redis_url)
+    store = RedisStore(client)
     engine = async_engine(settings.database_url)
     registry = RegistryClient(settings.registry, settings.token) if settings.registry else None
     try:
         await check_eviction(client)
         starts = StartMetrics(metrics)
         service = RouterService(
-            store=RedisStore(client),
+            store=store,
             epochs=PostgresEpochs(engine),
             clock=clock,
             registry=registry,
@@ -116,7 +117,7 @@ async def serve(settings: RouterSettings) -> None:
         server.app.include_router(api.routes(service, clock))
         await server.run([service.run])
     finally:
-        await client.aclose()
+        await store.aclose()
         await engine.dispose()
         if registry is not None:
             await registry.aclose()

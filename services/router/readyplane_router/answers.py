@@ -5,8 +5,9 @@ Owns the translation; decides nothing.
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+import msgspec
 
 from readyplane.core.errors import InvalidField, NoPair, Overloaded, ReadyplaneError
 from readyplane.core.work import RequestShape
@@ -17,6 +18,9 @@ from readyplane_router.pair import Seat, Wait
 from readyplane_router.store import Side, Take, Use
 
 ISL_MAX = 16_000_000
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
 
 
 def check_shape(shape: RequestShape) -> None:
@@ -72,7 +76,7 @@ def payload_of(pair: Pair) -> str:
     def end(e: End) -> list[Any]:
         return [e.worker_id, e.incarnation, e.epoch, e.engine_url, e.cached_tokens]
 
-    return json.dumps(
+    return _encode(
         [
             pair.reservation_id,
             end(pair.prefill),
@@ -83,11 +87,11 @@ def payload_of(pair: Pair) -> str:
             pair.waited_s,
             pair.ttl_s,
         ]
-    )
+    ).decode()
 
 
 def pair_from(payload: str) -> Pair:
-    rid, p, d, local, ttft_s, tpot_s, waited_s, ttl_s = json.loads(payload)
+    rid, p, d, local, ttft_s, tpot_s, waited_s, ttl_s = _decode(payload)
     return Pair(rid, End(*p), End(*d), local, ttft_s, tpot_s, waited_s, ttl_s)
 
 

@@ -8,18 +8,22 @@ wrong with the store is raised as `Unavailable`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import redis.asyncio
+from redis.exceptions import NoScriptError
 
 from readyplane.core.worker import WorkerState
 from readyplane.kit.redis import redis_errors
 from readyplane_router import lease
+from readyplane_router.channel import Channel
 from readyplane_router.store import (
     KV_LOG_BATCHES_MAX,
     SWEEP_MAX,
@@ -35,6 +39,7 @@ from readyplane_router.store import (
 )
 
 SCRIPT = (Path(__file__).parent / "store.lua").read_text()
+SCRIPT_SHA = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # as Redis names it
 PREFIX = "rp"
 MODELS = f"{PREFIX}:models"
 ROUTERS = f"{PREFIX}:routers"
@@ -58,7 +63,7 @@ class RedisStore:
         """Use a client that returns bytes; `aclose` closes it."""
         self._redis = client
         self._timeout_s = call_timeout_s
-        self._script = client.register_script(SCRIPT)
+        self._channel = Channel(client, silent_s=call_timeout_s)
         self._known: set[str] = set()
 
     async def identity(self) -> str:
@@ -196,7 +201,7 @@ class RedisStore:
         return bool(answer)
 
     async def take(self, model: str, take: Take) -> Taken:
-        sides = json.dumps([_plain(side) for side in take.sides])
+        sides = _encode([_plain(side) for side in take.sides])
         answer = await self._call(
             "take",
             model,
@@ -293,6 +298,7 @@ class RedisStore:
                         yield Change(model, worker_id)
 
     async def aclose(self) -> None:
+        await self._channel.aclose()
         await self._redis.aclose()
 
     async def _held(self, model: str, worker_id: str) -> tuple[bytes, lease.Held | None]:
@@ -344,9 +350,12 @@ class RedisStore:
         return sorted(self._known)
 
     async def _call(self, op: str, model: str, *args: Any) -> Any:
-        return await self._bounded(
-            self._script(keys=list(_keys(model)), args=[op, CHANGES, model, *args])
-        )
+        command = (len(PARTS), *_keys(model), op, CHANGES, model, *args)
+        with redis_errors():
+            try:
+                return await self._channel.call("EVALSHA", SCRIPT_SHA, *command)
+            except NoScriptError:
+                return await self._channel.call("EVAL", SCRIPT, *command)
 
     async def _bounded(self, call: Any) -> Any:
         with redis_errors():
@@ -354,6 +363,7 @@ class RedisStore:
                 return await call
 
 
+@lru_cache(maxsize=256)
 def _keys(model: str) -> tuple[str, ...]:
     return tuple(f"{PREFIX}:{{{model}}}:{part}" for part in PARTS)
 
