@@ -18,13 +18,13 @@ from readyplane_planner.capacity import (
     Supply,
     correct,
     decode_model,
+    late_share,
     load_of,
+    overrun,
     predict_tpot,
     predict_ttft,
     prefill_model,
     steady_sequences,
-    ttft_s,
-    waiting_s,
 )
 
 PROFILE = load("h200-slow10")
@@ -57,27 +57,87 @@ def test_a_cached_prefix_costs_less_but_not_nothing() -> None:
     assert half.own_s >= PROFILE.prefill_s(577)
 
 
-@pytest.mark.parametrize("busy", [0.3, 0.6, 0.8, 0.9])
-def test_one_server_waits_as_m_m_1(busy: float) -> None:
-    """Exponential service, one server: P90 of the wait is S/(1-busy) * ln(busy/0.1)."""
-    got = waiting_s(demand=busy, rate=1.0, workers=1, own_s=1.0, cv2=1.0, quantile=0.9)
-    assert got == pytest.approx(max(0.0, math.log(busy / 0.1) / (1 - busy)), rel=1e-9)
+def erlang_c(busy_workers: float, workers: int) -> float:
+    """Chance that an arrival of an M/M/c queue has to wait, by the textbook."""
+    terms = [busy_workers**k / math.factorial(k) for k in range(workers)]
+    last = busy_workers**workers / math.factorial(workers) / (1.0 - busy_workers / workers)
+    return last / (sum(terms) + last)
 
 
-def test_more_servers_wait_less_and_no_steady_state_is_said() -> None:
-    def wait(demand: float, workers: int) -> float:
-        return waiting_s(demand=demand, rate=1.0, workers=workers, own_s=1.0, cv2=1.0, quantile=0.9)
+@pytest.mark.parametrize("workers", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("busy", [0.7, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize("slack", [0.5, 1.5, 4.0])
+def test_the_steady_queue_is_that_of_erlang_c(busy: float, workers: int, slack: float) -> None:
+    """In the long run P(wait > t) = C exp(-(c mu - lambda) t); t in mean service times."""
+    model = PrefillModel(rate=1000.0, own_s=1.0, cv2=1.0)
+    demand = busy * workers * 1000.0
+    got = late_share(
+        model,
+        backlog=0.0,
+        demand=demand,
+        workers=workers,
+        served=workers * 1000.0 * 1e6,
+        within_s=1e6,
+        wait_s=slack,
+    )
+    exact = erlang_c(busy * workers, workers) * math.exp(-(1 - busy) * workers * slack)
+    assert got == pytest.approx(exact, abs=0.12)
 
-    assert wait(0.8, 1) > wait(1.6, 2) > wait(6.4, 8)
-    assert wait(2.0, 2) == WAIT_MAX_S
-    assert wait(1.0, 0) == WAIT_MAX_S and wait(0.0, 0) == 0.0
+
+def test_a_short_look_ahead_is_not_yet_the_steady_state() -> None:
+    """From an empty queue it takes a while to fill; from a full one, to clear."""
+    model = PrefillModel(rate=1000.0, own_s=1.0, cv2=1.0)
+
+    def late(backlog: float, within_s: float) -> float:
+        return late_share(
+            model,
+            backlog=backlog,
+            demand=1900.0,
+            workers=2,
+            served=2000.0 * within_s,
+            within_s=within_s,
+            wait_s=2.0,
+        )
+
+    assert late(0.0, 1.0) < late(0.0, 5.0) < late(0.0, 1e5)
+    assert late(20_000.0, 5.0) > 0.95 > late(0.0, 1e5)
+    assert late(20_000.0, 1e5) == pytest.approx(late(0.0, 1e5), abs=1e-6)
+
+
+@given(
+    start=st.floats(0, 1e7),
+    drift=st.floats(-1e6, 1e6),
+    variance=st.floats(0, 1e12),
+    within_s=st.floats(0, 1e5),
+    limit=st.floats(0, 1e7),
+)
+def test_overrun_is_a_chance(
+    start: float, drift: float, variance: float, within_s: float, limit: float
+) -> None:
+    got = overrun(start=start, drift=drift, variance=variance, within_s=within_s, limit=limit)
+    assert 0.0 <= got <= 1.0
+    more = overrun(
+        start=start, drift=drift, variance=variance, within_s=within_s, limit=limit + 1e4
+    )
+    assert more <= got + 1e-6
 
 
 def test_zero_denominators_are_answers() -> None:
     """B13: no worker, no rate and no demand are ordinary at the beginning."""
-    assert waiting_s(demand=1.0, rate=0.0, workers=3, own_s=1, cv2=1, quantile=0.9) == WAIT_MAX_S
-    assert ttft_s(p_model(), demand=0.0, backlog=0.0, workers=0, quantile=0.9) == p_model().own_s
-    assert ttft_s(p_model(), demand=5.0, backlog=0.0, workers=0, quantile=0.9) == WAIT_MAX_S
+
+    def ttft(demand: float, workers: int) -> float:
+        return predict_ttft(
+            p_model(),
+            level=demand,
+            upper=demand,
+            backlog=0.0,
+            supply=Supply(workers),
+            horizon_s=0.0,
+            quantile=0.9,
+        ).value_s
+
+    assert ttft(0.0, 0) == ttft(0.0, 1) == ttft(5.0, 1) == p_model().own_s
+    assert ttft(5.0, 0) == WAIT_MAX_S
     assert steady_sequences(d_model(), demand=10.0, workers=0) == math.inf
     none = predict_tpot(
         d_model(), level=1.0, upper=2.0, sequences=0.0, supply=Supply(0), horizon_s=10.0
@@ -114,7 +174,9 @@ def test_predicted_ttft_holds_the_queue_ahead() -> None:
         quantile=0.9,
     )
     assert empty.value_s == pytest.approx(model.own_s)
-    assert queued.value_s == pytest.approx(model.own_s + 40_000.0 / (2 * model.rate))
+    # Two prompts are in service meanwhile and keep nobody waiting.
+    ahead_s = (40_000.0 - 2 * model.tokens / 2) / (2 * model.rate)
+    assert queued.value_s == pytest.approx(model.own_s + ahead_s, rel=0.01)
     assert queued.low_s <= queued.value_s
 
 

@@ -15,6 +15,7 @@ from readyplane_planner.guard import (
     budgeted,
     failed,
     fallback,
+    hold_down_s,
     judge,
     succeeded,
     took,
@@ -181,12 +182,85 @@ def test_fallback_never_shrinks() -> None:
     assert fallback(live=0, load=None, limits=LIMITS) == 1
 
 
-def test_a_reversal_is_counted_only_within_its_time() -> None:
-    memory = took(PoolMemory(), Verdict(3, grow=1), turn_s=30.0, now_s=0.0)
-    soon = took(memory, Verdict(2, shrink=1), turn_s=30.0, now_s=20.0)
-    late = took(memory, Verdict(2, shrink=1), turn_s=30.0, now_s=40.0)
-    assert (soon.reversals, late.reversals) == (1, 0)
-    assert took(memory, Verdict(3), turn_s=30.0, now_s=1.0).direction == 1
+def moves(*steps: tuple[float, int], turn_s: float = 30.0) -> PoolMemory:
+    """The memory after targets that moved by so much at those times, from 5 on."""
+    memory, target = PoolMemory(desired=5), 5
+    for at_s, by in steps:
+        target += by
+        found = Verdict(target, grow=max(0, by), shrink=max(0, -by))
+        memory = took(memory, found, turn_s=turn_s, now_s=at_s)
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("steps", "reversals"),
+    [
+        (((0.0, 1), (20.0, -1)), 0),  # up and down once: a load that came and went
+        (((0.0, 1), (20.0, -1), (40.0, 1)), 1),  # and up again: given up for nothing
+        (((0.0, 1), (20.0, -1), (40.0, 1), (60.0, -1)), 2),
+        (((0.0, 1), (40.0, -1), (60.0, 1)), 0),  # the first stay was long enough
+        (((0.0, 1), (20.0, -1), (60.0, 1)), 0),
+        (((0.0, 1), (10.0, 1), (20.0, 1)), 0),
+        (((0.0, 1), (20.0, -1), (25.0, -1), (40.0, 1)), 1),
+    ],
+)
+def test_a_reversal_is_there_and_back_within_its_time(
+    steps: tuple[tuple[float, int], ...], reversals: int
+) -> None:
+    assert moves(*steps).reversals == reversals
+
+
+def test_replacing_what_was_lost_is_no_direction() -> None:
+    """A crash, a refused order or a roll-out moves no target."""
+    memory = took(moves((0.0, -1)), Verdict(4, grow=1), turn_s=30.0, now_s=5.0)
+    assert (memory.direction, memory.reversals, memory.up_s) == (-1, 0, 5.0)
+
+
+def test_after_shrinking_more_is_wanted_only_for_a_while_or_for_a_breach() -> None:
+    """Cancelling, draining and ordering are changes of direction: back again needs evidence."""
+    limits = replace(LIMITS, turn_s=60.0, up_cooldown_s=0.0)
+    memory = moves((990.0, -1))
+    kept = verdict(5, counts=Counts(4, 0), memory=memory, limits=limits)
+    assert kept.grow == 0 and "hold_turn" in codes(kept)
+    breach = verdict(5, counts=Counts(4, 0, breach=True), memory=memory, limits=limits)
+    assert breach.grow == 1
+    lasting = replace(memory, deficit_since_s=960.0)
+    assert verdict(5, counts=Counts(4, 0), memory=lasting, limits=limits).grow == 1
+    long_ago = verdict(5, counts=Counts(4, 0), memory=moves((900.0, -1)), limits=limits)
+    assert long_ago.grow == 1
+    crashed = verdict(5, counts=Counts(3, 0), memory=memory, limits=limits)
+    assert (crashed.target, crashed.grow) == (4, 1), "what was lost is replaced at once"
+
+
+def test_each_reversal_makes_the_next_shrinking_wait_longer() -> None:
+    limits = replace(LIMITS, hold_s=10.0, turn_s=60.0)
+    there_and_back = ((0.0, 1), (10.0, -1), (20.0, 1))
+    once = moves(*there_and_back, turn_s=60.0)
+    twice = moves(*there_and_back, (30.0, -1), turn_s=60.0)
+    assert hold_down_s(moves((0.0, 1), turn_s=60.0), limits, 30.0) == 10.0
+    assert hold_down_s(once, limits, 30.0) == 60.0
+    assert hold_down_s(twice, limits, 30.0) == 120.0
+    assert hold_down_s(twice, limits, 30.0 + 8 * 60.0) == 10.0, "forgotten"
+
+
+def test_headroom_is_used_before_it_is_ordered_anew() -> None:
+    limits = replace(LIMITS, up_hold_s=5.0)
+
+    def grows(urgent: int, since_s: float | None) -> int:
+        found, _memory = judge(
+            wanted=4,
+            keep=4,
+            urgent=urgent,
+            counts=Counts(3, 0),
+            memory=PoolMemory(deficit_since_s=since_s),
+            limits=limits,
+            trust=Trust(),
+            paused=False,
+            now_s=1000.0,
+        )
+        return found.grow
+
+    assert (grows(4, None), grows(3, None), grows(3, 997.0), grows(3, 995.0)) == (1, 0, 0, 1)
 
 
 limits_of = st.builds(

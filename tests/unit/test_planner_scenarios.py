@@ -521,7 +521,7 @@ async def test_slow_first_batches_do_not_shrink_the_estimate() -> None:
         worker = original(box)  # type: ignore[arg-type]
         rate = 0.2 if w.clock.now_s - (worker.ready_s or 0) < 60 else 1.0
         total = round(3000 * rate * w.clock.now_s)
-        load = replace(worker.load, waiting_prefill_tokens=500, prefill_tokens_total=total)
+        load = replace(worker.load, waiting_prefill_tokens=9_000, prefill_tokens_total=total)
         return replace(worker, load=load)
 
     w.worker = slow  # type: ignore[assignment,method-assign]
@@ -542,7 +542,7 @@ async def test_steady_slow_workers_do_shrink_it() -> None:
         total = round(0.5 * 2960 * w.clock.now_s)
         return replace(
             worker,
-            load=replace(worker.load, waiting_prefill_tokens=500, prefill_tokens_total=total),
+            load=replace(worker.load, waiting_prefill_tokens=9_000, prefill_tokens_total=total),
         )
 
     w.worker = slow  # type: ignore[assignment,method-assign]

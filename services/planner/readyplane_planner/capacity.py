@@ -52,6 +52,11 @@ class PrefillModel:
     cv2: float = 1.0
     overhead_s: float = 0.0
 
+    @property
+    def tokens(self) -> float:
+        """Tokens to compute of a mean prompt."""
+        return self.own_s * self.rate
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeModel:
@@ -166,26 +171,85 @@ def decode_model(profile: ClassProfile, *, isl: float, osl: float, factor: float
     )
 
 
-def waiting_s(
-    *, demand: float, rate: float, workers: int, own_s: float, cv2: float, quantile: float
-) -> float:
-    """Quantile of the steady wait before prefill of `workers` servers (Sakasegawa's M/G/c).
+def overrun(*, start: float, drift: float, variance: float, within_s: float, limit: float) -> float:
+    """Chance that a queue is above `limit` after `within_s`; it never falls below empty.
 
-    Returns WAIT_MAX_S where there is no steady state.
+    A reflected Brownian motion, which holds the backlog of now, growth, and the steady state of a
+    busy queue in one formula. Tokens; `drift` tokens/s, `variance` tokens²/s.
     """
-    if demand <= 0:
-        return 0.0
-    if workers <= 0 or rate <= 0:
-        return WAIT_MAX_S
-    busy = demand / (workers * rate)
-    if busy >= 1.0:
-        return WAIT_MAX_S
-    queued = math.pow(busy, math.sqrt(2.0 * (workers + 1)) - 1.0)
-    mean_s = queued / (workers * (1.0 - busy)) * own_s * (1.0 + cv2) / 2.0
-    rest = 1.0 - quantile
-    if queued <= rest:
-        return 0.0
-    return min(WAIT_MAX_S, mean_s / queued * math.log(queued / rest))
+    if limit <= 0 and (start > 0 or drift > 0 or variance > 0):
+        return 1.0
+    sd = math.sqrt(max(0.0, variance) * max(0.0, within_s))
+    if sd <= 0:
+        return 1.0 if max(start, 0.0) + drift * within_s > limit else 0.0
+    direct = _above((limit - start - drift * within_s) / sd)
+    mirrored = (limit + start + drift * within_s) / sd
+    power = 2.0 * drift * limit / variance
+    if mirrored > 30.0:  # the tail itself is too small a number: its logarithm is not
+        tail = power - mirrored * mirrored / 2.0 - math.log(mirrored * math.sqrt(2.0 * math.pi))
+        reflected = math.exp(min(0.0, tail))
+    else:
+        reflected = math.exp(min(600.0, power)) * _above(mirrored)
+    return min(1.0, direct + reflected)
+
+
+def _above(z: float) -> float:
+    """Chance that a standard normal number is larger than z."""
+    return 0.5 * math.erfc(z / math.sqrt(2.0))
+
+
+def served_tokens(rate: float, supply: Supply, *, workers_max: float, within_s: float) -> float:
+    """Tokens that a pool can serve until then, at most `workers_max` of its workers at a time."""
+    at_s, tokens = 0.0, 0.0
+    for eta in (*sorted(e for e in supply.arrivals_s if 0 < e < within_s), within_s):
+        tokens += min(float(supply.at(at_s)), workers_max) * rate * (eta - at_s)
+        at_s = eta
+    return tokens
+
+
+def late_share(
+    model: PrefillModel,
+    *,
+    backlog: float,
+    demand: float,
+    workers: float,
+    served: float,
+    within_s: float,
+    wait_s: float,
+) -> float:
+    """Share of the requests arriving `within_s` from now that wait longer than `wait_s`.
+
+    The pool is one queue: whoever is free takes the next prompt (the router binds late).
+
+    Args:
+        served: tokens that the pool can serve until then. workers: that serve then.
+    """
+    rate = workers * model.rate
+    if within_s <= 0:
+        return 1.0 if backlog > rate * wait_s + _in_service(model, workers) else 0.0
+    drift = demand - served / within_s
+    return overrun(
+        start=backlog,
+        drift=drift,
+        variance=_variance(model, demand, rate),
+        within_s=within_s,
+        limit=rate * wait_s + _in_service(model, workers),
+    )
+
+
+def _variance(model: PrefillModel, demand: float, rate: float) -> float:
+    """Tokens² a second by which arriving work spreads: Poisson arrivals of prompts of any length.
+
+    A busy queue decays as if it were fed at its own rate, a quiet one by what arrives.
+    """
+    return min(rate, 1.25 * demand) * model.tokens * (1.0 + model.cv2)
+
+
+def _in_service(model: PrefillModel, workers: float) -> float:
+    """Tokens being computed that keep nobody waiting: with them the chance to wait at all is
+    that of Erlang C to about a tenth.
+    """
+    return workers * model.tokens * (1.0 + model.cv2) / 4.0
 
 
 def backlog_after(
@@ -199,28 +263,6 @@ def backlog_after(
     return tokens
 
 
-def ttft_s(
-    model: PrefillModel, *, demand: float, backlog: float, workers: int, quantile: float
-) -> float:
-    """Time to the first token for who arrives now: the queue ahead, the wait, its own prefill."""
-    if workers <= 0:
-        return WAIT_MAX_S if demand > 0 or backlog > 0 else model.own_s + model.overhead_s
-    ahead_s = backlog / (workers * model.rate)
-    wait_s = waiting_s(
-        demand=demand,
-        rate=model.rate,
-        workers=workers,
-        own_s=model.own_s,
-        cv2=model.cv2,
-        quantile=quantile,
-    )
-    if demand >= workers * model.rate:
-        # No steady state: what counts is the real queue, not the infinite one of the formula.
-        wait_s = 0.0
-    # Work in service fills the workers before anybody waits, so the two are not added up.
-    return min(WAIT_MAX_S, max(ahead_s, wait_s) + model.own_s + model.overhead_s)
-
-
 def predict_ttft(
     model: PrefillModel,
     *,
@@ -231,27 +273,59 @@ def predict_ttft(
     horizon_s: float,
     quantile: float,
 ) -> Prediction:
-    """Worst TTFT over the horizon with the workers that are there and on their way (R5.1)."""
-    worst, low, left = 0.0, 0.0, backlog
+    """Worst quantile of TTFT over the horizon, with the workers there and on their way (R5.1).
+
+    The queue ahead, the random spread of what arrives, and the prompt's own time (R4.2).
+    """
+    worst = low = 0.0
     for step in range(STEPS + 1):
         ahead_s = horizon_s * step / STEPS
-        workers = supply.at(ahead_s)
-        left = backlog_after(
-            backlog=backlog, demand=upper, rate=model.rate, supply=supply, horizon_s=ahead_s
-        )
-        mild = backlog_after(
-            backlog=backlog, demand=level, rate=model.rate, supply=supply, horizon_s=ahead_s
-        )
-        worst = max(
-            worst, ttft_s(model, demand=upper, backlog=left, workers=workers, quantile=quantile)
-        )
-        low = max(
-            low, ttft_s(model, demand=level, backlog=mild, workers=workers, quantile=quantile)
-        )
+        worst = max(worst, _ttft_s(model, upper, backlog, supply, ahead_s, quantile))
+        low = max(low, _ttft_s(model, level, backlog, supply, ahead_s, quantile))
+    left = backlog_after(
+        backlog=backlog, demand=upper, rate=model.rate, supply=supply, horizon_s=horizon_s
+    )
     return Prediction(worst, low, left)
 
 
-def steady_sequences(model: DecodeModel, *, demand: float, workers: int) -> float:
+def _ttft_s(
+    model: PrefillModel,
+    demand: float,
+    backlog: float,
+    supply: Supply,
+    ahead_s: float,
+    quantile: float,
+) -> float:
+    """Quantile of the TTFT of who arrives `ahead_s` from now."""
+    workers, own_s = supply.at(ahead_s), model.own_s + model.overhead_s
+    if workers <= 0 or model.rate <= 0:
+        return WAIT_MAX_S if demand > 0 or backlog > 0 else own_s
+    served = served_tokens(model.rate, supply, workers_max=math.inf, within_s=ahead_s)
+
+    def late(wait_s: float) -> bool:
+        share = late_share(
+            model,
+            backlog=backlog,
+            demand=demand,
+            workers=workers,
+            served=served,
+            within_s=ahead_s,
+            wait_s=wait_s,
+        )
+        return share > 1.0 - quantile
+
+    if not late(0.0):
+        return own_s
+    low, high = 0.0, 1.0
+    while late(high) and high < WAIT_MAX_S:
+        low, high = high, high * 2.0
+    while high - low > 0.005 * high:
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if late(middle) else (low, middle)
+    return min(WAIT_MAX_S, high + own_s)
+
+
+def steady_sequences(model: DecodeModel, *, demand: float, workers: float) -> float:
     """Sequences of the whole pool when `demand` tokens/s are served; inf where that cannot be."""
     if demand <= 0:
         return 0.0

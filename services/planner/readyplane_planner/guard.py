@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 
 WANTS_MAX = 600
 BACKOFF_DOUBLINGS_MAX = 6
+TURNS_REMEMBERED = 8
+TURNS_MAX = 16
+DOUBLINGS_MAX = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,9 @@ class Limits:
         window_s: shrinking follows the largest want of that window (B33).
         hold_s: surplus must have lasted that long (ski rental: about T_ready + T_drain); None
             until the caller has measured that.
+        up_hold_s: what eats only into the headroom must have lasted that long before it grows.
+        turn_s: there and back again, each sooner than that after the change before, is a reversal:
+            it costs a start and a drain and serves nobody; 0 for none.
         pending_max: most workers on their way at once. gpus: of one worker.
         backoff_s: first pause after a failed or refused start; doubles, bounded.
     """
@@ -38,6 +44,8 @@ class Limits:
     down_cooldown_s: float = 60.0
     window_s: float = 60.0
     hold_s: float | None = 60.0
+    up_hold_s: float = 0.0
+    turn_s: float = 0.0
     pending_max: int = 4
     gpus: int = 1
     backoff_s: float = 5.0
@@ -47,7 +55,8 @@ class Limits:
 class Counts:
     """A pool as it is: ready, on their way in time, draining, lost on the way; workers.
 
-    `backlog` is True while more waits than the target leaves room for (B23).
+    `backlog` is True while more waits than the target leaves room for (B23); `breach` while the
+    ready workers alone miss the target beyond the band at the expected demand.
     """
 
     ready: int
@@ -55,6 +64,7 @@ class Counts:
     draining: int = 0
     expired: int = 0
     backlog: bool = False
+    breach: bool = False
 
     @property
     def live(self) -> int:
@@ -69,17 +79,27 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """What the guard remembers of one pool; times are of the planner's monotonic clock."""
+    """What the guard remembers of one pool; times are of the planner's monotonic clock.
+
+    Attributes:
+        desired: the last target. up_s, down_s: last order, last drain or cancelled start.
+        surplus_since_s, deficit_since_s: since when it has been too large or too small.
+        direction, moved_s: of the last change of the target. leg_s: how long the direction before
+            that one had rested when it was left. turns_s: recent reversals. reversals: all of them.
+    """
 
     desired: int | None = None
     up_s: float | None = None
     down_s: float | None = None
     surplus_since_s: float | None = None
+    deficit_since_s: float | None = None
     wants: tuple[tuple[float, int], ...] = ()
     failures: int = 0
     retry_s: float = 0.0
     direction: int = 0
-    turned_s: float | None = None
+    moved_s: float | None = None
+    leg_s: float | None = None
+    turns_s: tuple[float, ...] = ()
     reversals: int = 0
 
 
@@ -112,16 +132,18 @@ def judge(
     trust: Trust,
     paused: bool,
     now_s: float,
+    urgent: int | None = None,
 ) -> tuple[Verdict, PoolMemory]:
     """Judge one pool.
 
     Args:
         wanted: workers to grow to, None when the optimiser knows nothing. keep: workers below
             which nothing may shrink (wanted with the hysteresis band), None likewise.
+        urgent: of the wanted, those needed even without headroom; None for all.
     """
     live = counts.live
     memory = _remember_want(memory, live if keep is None else keep, limits, now_s)
-    memory = _surplus(memory, keep, live, limits, now_s)
+    memory = _mismatch(memory, wanted, keep, live, limits, now_s)
     if paused:
         held = live if memory.desired is None else memory.desired
         return Verdict(held, reasons=(("paused", "a person holds the targets"),)), memory
@@ -130,7 +152,8 @@ def judge(
     if wanted is None or keep is None:
         reasons.append(("hold", trust.why or "demand is not known"))
     elif wanted > live:
-        target = _up(wanted, counts, memory, limits, trust, now_s, reasons)
+        at_once = wanted if urgent is None else urgent
+        target = _up(wanted, at_once, counts, memory, limits, trust, now_s, reasons)
     elif keep < live:
         target = _down(counts, memory, limits, trust, now_s, reasons)
     return _bounded(target, counts, memory, limits, trust, now_s, reasons), memory
@@ -138,6 +161,7 @@ def judge(
 
 def _up(
     wanted: int,
+    urgent: int,
     counts: Counts,
     memory: PoolMemory,
     limits: Limits,
@@ -149,6 +173,18 @@ def _up(
     if not trust.grow:
         reasons.append(("hold", trust.why))
         return live
+    code, hold_s = "", 0.0
+    if urgent <= live:
+        code, hold_s = "hold_headroom", limits.up_hold_s
+    if _turns_early(memory, 1, limits, now_s) and (limits.hold_s or 0.0) > hold_s:
+        code, hold_s = "hold_turn", limits.hold_s or 0.0
+    if not counts.breach and _lasted_s(memory.deficit_since_s, now_s) < hold_s:
+        # What was lost is replaced at once; only more than there was has to wait.
+        lost = max(0, (memory.desired or 0) - live)
+        if not lost:
+            reasons.append(_held(code, memory.deficit_since_s, hold_s, now_s))
+            return live
+        wanted = min(wanted, live + lost)
     if memory.up_s is not None and now_s - memory.up_s < limits.up_cooldown_s:
         left_s = limits.up_cooldown_s - (now_s - memory.up_s)
         reasons.append(("cooldown_up", f"next growth in {left_s:.1f} s"))
@@ -184,10 +220,9 @@ def _down(
     if counts.backlog:
         reasons.append(("backlog", "a queue is still being worked off"))
         return live
-    since_s, hold_s = memory.surplus_since_s, limits.hold_s or 0.0
-    if since_s is None or now_s - since_s < hold_s:
-        lasted_s = 0.0 if since_s is None else now_s - since_s
-        reasons.append(("hold_idle", f"surplus for {lasted_s:.1f} of {hold_s:.1f} s"))
+    hold_s = hold_down_s(memory, limits, now_s)
+    if _lasted_s(memory.surplus_since_s, now_s) < hold_s:
+        reasons.append(_held("hold_idle", memory.surplus_since_s, hold_s, now_s))
         return live
     changes = [t for t in (memory.up_s, memory.down_s) if t is not None]
     if changes and now_s - max(changes) < limits.down_cooldown_s:
@@ -215,10 +250,11 @@ def _bounded(
     live = counts.live
     if target < limits.low:
         target = limits.low
-        reasons.append(("floor", f"at least {limits.low}"))
+        text = f"at least {limits.low} by the policy; {live} ready or on their way"
+        reasons.append(("floor", text))
     if target > limits.high:
         target = limits.high
-        reasons.append(("ceiling", f"at most {limits.high}"))
+        reasons.append(("ceiling", f"at most {limits.high} by the policy"))
     grow, shrink = max(0, target - live), max(0, live - target)
     if grow and now_s < memory.retry_s:
         reasons.append(
@@ -237,22 +273,71 @@ def _bounded(
 
 
 def took(memory: PoolMemory, verdict: Verdict, *, turn_s: float, now_s: float) -> PoolMemory:
-    """Remember what was done. `turn_s`: a change of direction within it is a reversal."""
-    direction = 1 if verdict.grow else -1 if verdict.shrink else 0
-    memory = replace(memory, desired=verdict.target)
-    if direction == 0:
+    """Remember what was done. There and back again, both within `turn_s`, is a reversal.
+
+    Orders, drains and cancelled starts are changes of direction alike; a worker that takes the
+    place of a lost or an old one is none.
+    """
+    desired = memory.desired
+    acted = 1 if verdict.grow else -1 if verdict.shrink else 0
+    memory = replace(
+        memory,
+        desired=verdict.target,
+        up_s=now_s if acted > 0 else memory.up_s,
+        down_s=now_s if acted < 0 else memory.down_s,
+        surplus_since_s=None if acted > 0 else memory.surplus_since_s,
+        deficit_since_s=None if acted < 0 else memory.deficit_since_s,
+    )
+    if acted == 0 or (desired is not None and (verdict.target - desired) * acted <= 0):
         return memory
-    turned = memory.direction not in {0, direction}
-    recent = memory.turned_s is not None and now_s - memory.turned_s < turn_s
+    leg_s, reversal = memory.leg_s, False
+    if memory.direction == -acted and memory.moved_s is not None:
+        leg_s = now_s - memory.moved_s
+        reversal = leg_s < turn_s and memory.leg_s is not None and memory.leg_s < turn_s
     return replace(
         memory,
-        up_s=now_s if direction > 0 else memory.up_s,
-        down_s=now_s if direction < 0 else memory.down_s,
-        surplus_since_s=None if direction > 0 else memory.surplus_since_s,
-        direction=direction,
-        turned_s=now_s,
-        reversals=memory.reversals + (1 if turned and recent else 0),
+        direction=acted,
+        moved_s=now_s,
+        leg_s=leg_s,
+        turns_s=(*memory.turns_s, now_s)[-TURNS_MAX:] if reversal else memory.turns_s,
+        reversals=memory.reversals + (1 if reversal else 0),
     )
+
+
+def hold_down_s(memory: PoolMemory, limits: Limits, now_s: float) -> float:
+    """How long surplus must last before anything is given up.
+
+    After a reversal it is a whole `turn_s`, and twice that for each further one of the last
+    TURNS_REMEMBERED x `turn_s`: a load that goes up and down faster than capacity pays for itself
+    is served from above.
+    """
+    hold_s = limits.hold_s or 0.0
+    recent = [t for t in memory.turns_s if now_s - t < TURNS_REMEMBERED * limits.turn_s]
+    if not recent:
+        return hold_s
+    return max(hold_s, limits.turn_s * 2.0 ** min(len(recent) - 1, DOUBLINGS_MAX))
+
+
+def _turns_early(memory: PoolMemory, direction: int, limits: Limits, now_s: float) -> bool:
+    """Whether going that way now follows too soon on a change the other way."""
+    if memory.direction != -direction or memory.moved_s is None:
+        return False
+    return now_s - memory.moved_s < limits.turn_s
+
+
+def _lasted_s(since_s: float | None, now_s: float) -> float:
+    return 0.0 if since_s is None else now_s - since_s
+
+
+HELD = {
+    "hold_idle": "surplus",
+    "hold_headroom": "only the headroom is used up",
+    "hold_turn": "after workers were given up, more are wanted, and those that are ready hold the target",
+}
+
+
+def _held(code: str, since_s: float | None, hold_s: float, now_s: float) -> tuple[str, str]:
+    return code, f"{HELD[code]} for {_lasted_s(since_s, now_s):.1f} of {hold_s:.1f} s"
 
 
 def failed(memory: PoolMemory, count: int, *, limits: Limits, now_s: float) -> PoolMemory:
@@ -318,15 +403,29 @@ def _remember_want(memory: PoolMemory, keep: int, limits: Limits, now_s: float) 
     return replace(memory, wants=tuple(kept[-WANTS_MAX:]))
 
 
-def _surplus(
-    memory: PoolMemory, keep: int | None, live: int, limits: Limits, now_s: float
+def _mismatch(
+    memory: PoolMemory,
+    wanted: int | None,
+    keep: int | None,
+    live: int,
+    limits: Limits,
+    now_s: float,
 ) -> PoolMemory:
-    """Since when the pool has been larger than needed without a break; unknown breaks nothing."""
-    if keep is None:
+    """Since when the pool has been too large or too small without a break.
+
+    What is not known breaks nothing.
+    """
+    if wanted is None or keep is None:
         return memory
-    surplus = max(keep, limits.low) < live
-    if surplus and memory.surplus_since_s is None:
-        return replace(memory, surplus_since_s=now_s)
-    if not surplus and memory.surplus_since_s is not None:
-        return replace(memory, surplus_since_s=None)
-    return memory
+    surplus, deficit = max(keep, limits.low) < live, wanted > live
+    return replace(
+        memory,
+        surplus_since_s=_since(memory.surplus_since_s, surplus, now_s),
+        deficit_since_s=_since(memory.deficit_since_s, deficit, now_s),
+    )
+
+
+def _since(since_s: float | None, lasts: bool, now_s: float) -> float | None:
+    if not lasts:
+        return None
+    return now_s if since_s is None else since_s

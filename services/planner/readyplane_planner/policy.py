@@ -77,11 +77,15 @@ class LoadPolicy(_Strict):
 
 
 class UpPolicy(_Strict):
-    """Growing: pause between steps, workers a step, workers on their way at once."""
+    """Growing: pause between steps, workers a step, workers on their way at once.
+
+    `hold_s`: demand that fits without the headroom must have lasted that long.
+    """
 
     cooldown_s: Seconds = 5.0
     max_step: int = Field(default=2, ge=1, le=WORKERS_MAX)
     pending_max: int = Field(default=4, ge=1, le=WORKERS_MAX)
+    hold_s: Seconds = 5.0
 
 
 class DownPolicy(_Strict):
@@ -293,6 +297,7 @@ def _pool(policy: Policy, pool: PoolPolicy, profile: ClassProfile) -> PoolPlan:
         step_up=policy.up.max_step,
         step_down=policy.down.max_step,
         up_cooldown_s=policy.up.cooldown_s,
+        up_hold_s=policy.up.hold_s,
         down_cooldown_s=policy.down.cooldown_s,
         window_s=policy.down.window_s,
         hold_s=policy.down.hold_s,

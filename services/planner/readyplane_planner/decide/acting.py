@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from readyplane.core.startup import StartQuantiles
 from readyplane_planner import rollout
 from readyplane_planner.decide import victims
-from readyplane_planner.decide.pools import Pool
+from readyplane_planner.decide.pools import Pool, arrives_soon
 from readyplane_planner.decide.values import (
     Drain,
     Memory,
@@ -69,10 +70,13 @@ def act(
             reasons.append(Reason("artifact_unknown", "no artifact to start from", pool.name))
             grow = 0
         _order(acted, pool.name, grow, plan, decision_id, now_s=now_s)
-        given_up = _give_up(acted, pool, verdict.shrink, retire, plan, reasons)
-        done.append(replace(verdict, grow=grow, shrink=given_up))
+        quantiles = observation.t_ready[pool.name]
+        given_up = _give_up(acted, pool, verdict.shrink, retire, plan, quantiles, reasons)
+        # What could not be given up is still there and wanted as long as it is.
+        target = verdict.target + max(0, verdict.shrink - given_up)
+        done.append(replace(verdict, target=target, grow=grow, shrink=given_up))
     acted.verdicts = (done[0], done[1])
-    acted.memory = _remember(acted, observation, pools, now_s=now_s)
+    acted.memory = _remember(acted, observation, pools, plan, now_s=now_s)
     return acted
 
 
@@ -138,10 +142,25 @@ def _give_up(
     count: int,
     retire: Sequence[str],
     plan: Plan,
+    quantiles: StartQuantiles,
     reasons: list[Reason],
 ) -> int:
-    """Cancel starts first, then drain ready workers; returns how many went."""
-    coming = victims.from_coming(pool.coming, count)
+    """Cancel starts first, then drain ready workers; returns how many went.
+
+    A start that is about to serve is paid for: it is not cancelled, and nobody is drained to make
+    room for it before it is there.
+    """
+    soon = {c.worker_id: arrives_soon(c.age_s, quantiles) for c in pool.coming}
+    far = [c for c in pool.coming if soon[c.worker_id] is None]
+    coming = victims.from_coming(far, count)
+    near = {w: s for w, s in soon.items() if s is not None}
+    if near and count > len(coming):
+        first = min(near, key=lambda w: (near[w], w))
+        text = (
+            f"{first} serves in {near[first]:.1f} s: it is not cancelled, nobody is drained for it"
+        )
+        reasons.append(Reason("arriving", text, pool.name))
+        count = len(coming)
     for item in coming:
         why = f"cancelled after {item.age_s:.1f} s: it is needed no more"
         acted.releases.append(Release(item.worker_id, pool.name, why))
@@ -149,6 +168,7 @@ def _give_up(
     ready = victims.from_ready(
         pool.ready, count - len(coming), digest=digest, min_ready_s=plan.min_ready_s
     )
+    given_up = len(coming) + len(ready)
     ready += [w for w in pool.ready if w.worker_id in set(retire) and w not in ready]
     for worker in ready:
         why = (
@@ -162,10 +182,12 @@ def _give_up(
         reasons.append(
             Reason("no_victim", "every worker is too fresh, busiest or not ours", pool.name)
         )
-    return len(coming) + len(ready)
+    return given_up
 
 
-def _remember(acted: Acted, observation: Observation, pools: Both, *, now_s: float) -> Memory:
+def _remember(
+    acted: Acted, observation: Observation, pools: Both, plan: Plan, *, now_s: float
+) -> Memory:
     """Close orders that came, failed or were given up; follow drains until they are gone."""
     memory = acted.memory
     ready = {w.worker_id for p in pools for w in p.ready}
@@ -179,14 +201,16 @@ def _remember(acted: Acted, observation: Observation, pools: Both, *, now_s: flo
     draining = {
         worker_id: since
         for worker_id, since in draining.items()
-        if worker_id in left or not (observation.fleet_known and observation.allocations_known)
+        if worker_id in left
+        or now_s - since < plan.order_grace_s
+        or not (observation.fleet_known and observation.allocations_known)
     }
     leaving = [d.worker_id for d in acted.drains] + [w.worker_id for p in pools for w in p.draining]
     for worker_id in leaving:
         draining.setdefault(worker_id, now_s)
-    # What is given back ends in its own time and is counted no more, though it is still seen; the
-    # new time is when it is given back again at the earliest.
-    draining.update((r.worker_id, now_s) for r in acted.releases if r.worker_id in left)
+    # What is given back ends in its own time and is counted no more, though it is still seen, or
+    # is seen only now; the new time is when it is given back again at the earliest.
+    draining.update((r.worker_id, now_s) for r in acted.releases)
     served = tuple(dict.fromkeys((*(s for s in memory.served if s in left), *sorted(ready))))
     before = dict(memory.suspects)
     suspects = {s: before.get(s, now_s) for p in pools for s in p.suspects}

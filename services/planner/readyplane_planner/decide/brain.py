@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from readyplane_planner import capacity, guard, optimise
 from readyplane_planner.capacity import Load, Prediction, Supply
-from readyplane_planner.decide import acting, demand
+from readyplane_planner.decide import acting, demand, reasons
 from readyplane_planner.decide.pools import Pool, census, eta_s
 from readyplane_planner.decide.values import (
     POOLS,
@@ -59,25 +59,40 @@ def decide(
     model, memory = demand.needs(observation, plan, memory, now_s=now_s)
     memory = demand.corrected(observation, plan, memory, pools, model)
     seen = _predict(observation, plan, model, pools)
-    reasons: list[Reason] = _facts(observation, pools, memory)
-    proposal, memory = _propose(observation, plan, memory, model, pools, seen, optimiser, reasons)
+    said: list[Reason] = _facts(observation, pools, memory)
+    proposal, memory = _propose(observation, plan, memory, model, pools, seen, optimiser, said)
     counts = _counts(observation, plan, memory, model, pools)
+    limits = (
+        _measured_limits("prefill", observation, plan),
+        _measured_limits("decode", observation, plan),
+    )
     verdicts, memory = _judge(
-        observation, plan, memory, pools, counts, proposal, reasons, now_s=now_s
+        observation, plan, memory, pools, counts, limits, proposal, said, now_s=now_s
     )
-    acted = acting.act(
-        observation, plan, memory, pools, verdicts, reasons, decision_id, now_s=now_s
-    )
+    acted = acting.act(observation, plan, memory, pools, verdicts, said, decision_id, now_s=now_s)
     memory = acted.memory
     both = [
         _pool_decision(name, observation, plan, memory, verdict, proposal, count, pool, model, seen)
         for name, verdict, count, pool in zip(POOLS, acted.verdicts, counts, pools, strict=True)
     ]
-    turn_s = _turn_s(observation)
+    explained = reasons.explained(
+        said,
+        both,
+        replace(
+            plan,
+            prefill=replace(plan.prefill, limits=limits[0]),
+            decode=replace(plan.decode, limits=limits[1]),
+        ),
+        proposal,
+        observation,
+        (memory.guard_p, memory.guard_d),
+        [sum(o.pool == name for o in acted.orders) for name in POOLS],
+        now_s=now_s,
+    )
     memory = replace(
         memory,
-        guard_p=guard.took(memory.guard_p, acted.verdicts[0], turn_s=turn_s, now_s=now_s),
-        guard_d=guard.took(memory.guard_d, acted.verdicts[1], turn_s=turn_s, now_s=now_s),
+        guard_p=_took(0, memory, acted, limits, now_s=now_s),
+        guard_d=_took(1, memory, acted, limits, now_s=now_s),
         last_s=now_s,
     )
     decision = Decision(
@@ -91,7 +106,7 @@ def decide(
         orders=tuple(acted.orders),
         drains=tuple(acted.drains),
         releases=tuple(acted.releases),
-        why=tuple(reasons) or (Reason("steady", "targets fit the demand"),),
+        why=explained,
         signal_ages_s={
             name: signal.age_s if signal.value is not None else None
             for name, signal in observation.signals().items()
@@ -111,20 +126,28 @@ def _not_draining(observation: Observation, memory: Memory) -> Memory:
     return replace(memory, draining=tuple(d for d in memory.draining if d[0] not in refused))
 
 
+def _took(
+    place: int, memory: Memory, acted: acting.Acted, limits: tuple[Limits, Limits], *, now_s: float
+) -> PoolMemory:
+    before = memory.guard(POOLS[place])
+    turn_s = limits[place].turn_s
+    return guard.took(before, acted.verdicts[place], turn_s=turn_s, now_s=now_s)
+
+
 def _facts(observation: Observation, pools: Both, memory: Memory) -> list[Reason]:
     """What was wrong with the data and what happened to starts, before any rule speaks."""
-    reasons = [Reason("bad_value", f"refused sample {name}") for name in observation.bad[:5]]
+    said = [Reason("bad_value", f"refused sample {name}") for name in observation.bad[:5]]
     if observation.idle:
-        reasons.append(Reason("idle", "no arrivals and nothing in flight"))
+        said.append(Reason("idle", "no arrivals and nothing in flight"))
     for pool in pools:
-        reasons.extend(
+        said.extend(
             Reason("refused", f"{r.worker_id}: {r.reason}", pool.name)
             for r in observation.refused
             if r.pool == pool.name
         )
-        reasons.extend(Reason("overdue", r.why, pool.name) for r in pool.releases)
+        said.extend(Reason("overdue", r.why, pool.name) for r in pool.releases)
         refused = {r.worker_id for r in observation.refused}
-        reasons.extend(
+        said.extend(
             Reason("start_failed", f"{worker_id} did not become ready", pool.name)
             for worker_id in pool.failed
             if worker_id not in refused
@@ -134,8 +157,8 @@ def _facts(observation: Observation, pools: Both, memory: Memory) -> list[Reason
         lost = len(pool.failed) + len(pool.overdue)
         if desired is not None and live != desired and not lost and observation.fleet_known:
             text = f"desired {desired}, observed {live} ready or on their way"
-            reasons.append(Reason("drift", text, pool.name))
-    return reasons
+            said.append(Reason("drift", text, pool.name))
+    return said
 
 
 def _predict(observation: Observation, plan: Plan, model: demand.Needs, pools: Both) -> _Forecasts:
@@ -144,7 +167,7 @@ def _predict(observation: Observation, plan: Plan, model: demand.Needs, pools: B
         ttft = capacity.predict_ttft(
             model.model_p,
             level=model.work_p.level,
-            upper=model.work_p.upper,
+            upper=model.lasting_p,
             backlog=observation.queue.get(),
             supply=_supply(pools[0], observation),
             horizon_s=model.work_p.horizon_s,
@@ -200,7 +223,7 @@ def _propose(
     pools: Both,
     seen: _Forecasts,
     optimiser: Optimiser,
-    reasons: list[Reason],
+    said: list[Reason],
 ) -> tuple[Proposal | None, Memory]:
     """Ask the optimiser where the demand is known; else only what is certain may grow a pool."""
     needed = (observation.arrivals, observation.prefill_work, observation.queue)
@@ -233,7 +256,6 @@ def _propose(
         headroom=plan.headroom,
         band=plan.band,
         quantile=plan.slo_quantile,
-        window_s=plan.knobs.window_s,
         budget_gpus=plan.budget_gpus,
     )
     if observation.idle:
@@ -243,13 +265,13 @@ def _propose(
     try:
         proposal = optimiser(problem)
     except Exception as error:  # noqa: BLE001 - whatever an optimiser does, the guard goes on
-        reasons.append(Reason("optimiser_failed", f"{type(error).__name__}: {error}"))
+        said.append(Reason("optimiser_failed", f"{type(error).__name__}: {error}"))
         live_p, live_d = (len(p.ready) + len(p.coming) for p in pools)
         p = guard.fallback(live=live_p, load=seen.load_p.value, limits=plan.prefill.limits)
         d = guard.fallback(live=live_d, load=seen.load_d.value, limits=plan.decode.limits)
         kept = Proposal(p, d, max(p, live_p), max(d, live_d))
         return kept, replace(memory, fallbacks=memory.fallbacks + 1)
-    reasons.extend(Reason(code, text) for code, text in proposal.reasons)
+    said.extend(Reason(code, text, pool) for code, text, pool in proposal.reasons)
     return proposal, memory
 
 
@@ -267,10 +289,43 @@ def _counts(
     waiting = observation.queue.known and observation.queue.get() > most
     sequences = _sequences(observation, model, pools)
     full = max(1, len(pools[1].ready)) * model.model_d.sequences_at(plan.tpot_s)
+    breach_p, breach_d = _breaches(observation, plan, model, pools)
+    counts_p = pools[0].counts(backlog=waiting, breach=breach_p)
+    counts_d = pools[1].counts(backlog=sequences > full > 0, breach=breach_d)
     return (
-        _without_surge(pools[0].counts(backlog=waiting), pools[0], plan, memory),
-        _without_surge(pools[1].counts(backlog=sequences > full > 0), pools[1], plan, memory),
+        _without_surge(counts_p, pools[0], plan, memory),
+        _without_surge(counts_d, pools[1], plan, memory),
     )
+
+
+def _breaches(
+    observation: Observation, plan: Plan, model: demand.Needs, pools: Both
+) -> tuple[bool, bool]:
+    """Whether the workers that are ready now, alone, miss a target beyond the band.
+
+    At the expected demand and not at its bound, over the time that a start takes.
+    """
+    if not (observation.queue.known and observation.decoding.known):
+        return False, False
+    ttft = capacity.predict_ttft(
+        model.model_p,
+        level=model.work_p.level,
+        upper=model.work_p.level,
+        backlog=observation.queue.get(),
+        supply=Supply(len(pools[0].ready)),
+        horizon_s=model.work_p.horizon_s,
+        quantile=plan.slo_quantile,
+    )
+    tpot = capacity.predict_tpot(
+        model.model_d,
+        level=model.work_d.level,
+        upper=model.work_d.level,
+        sequences=_sequences(observation, model, pools),
+        supply=Supply(len(pools[1].ready)),
+        horizon_s=model.work_d.horizon_s,
+    )
+    beyond = 1.0 + plan.band
+    return ttft.value_s > plan.ttft_s * beyond, tpot.value_s > plan.tpot_s * beyond
 
 
 def _without_surge(counts: Counts, pool: Pool, plan: Plan, memory: Memory) -> Counts:
@@ -288,21 +343,17 @@ def _without_surge(counts: Counts, pool: Pool, plan: Plan, memory: Memory) -> Co
     )
 
 
-def _trust(observation: Observation) -> Trust:
-    unknown = observation.unknown()
-    why = ", ".join(
-        f"{name} is {observation.signals()[name].kind} ({observation.signals()[name].why})"
-        for name in unknown
-    )
+def _trust(observation: Observation, *, seen_before: bool) -> Trust:
+    why = reasons.unknown_text(observation, seen_before=seen_before)
     if not observation.fleet_known:
         why = why or "the router's fleet is not known"
     if not observation.allocations_known:
         why = f"{why}; the actuator does not answer" if why else "the actuator does not answer"
     bad = bool(observation.bad)
-    shrink = not unknown and not bad and observation.fleet_known and observation.allocations_known
+    known = not observation.unknown() and observation.fleet_known
     return Trust(
         grow=observation.allocations_known,
-        shrink=shrink,
+        shrink=known and not bad and observation.allocations_known,
         why=why or ("a sample was refused" if bad else ""),
     )
 
@@ -313,56 +364,59 @@ def _judge(
     memory: Memory,
     pools: Both,
     counts: tuple[Counts, Counts],
+    limits: tuple[Limits, Limits],
     proposal: Proposal | None,
-    reasons: list[Reason],
+    said: list[Reason],
     *,
     now_s: float,
 ) -> tuple[tuple[Verdict, Verdict], Memory]:
-    trust = _trust(observation)
+    trust = _trust(observation, seen_before=memory.work_p.begun_s is not None)
     verdicts: list[Verdict] = []
     guards: list[PoolMemory] = []
     overrides = dict(memory.overrides)
-    for name, pool, count in zip(POOLS, pools, counts, strict=True):
-        limits = _held_for(name, observation, plan)
+    for name, pool, count, bounds in zip(POOLS, pools, counts, limits, strict=True):
         before = memory.guard(name)
         if pool.became_ready:
             before = guard.succeeded(before)
-        before = guard.failed(before, _losses(pool, memory), limits=limits, now_s=now_s)
-        wanted = keep = None
+        before = guard.failed(before, _losses(pool, memory), limits=bounds, now_s=now_s)
+        wanted = keep = urgent = None
         if proposal is not None:
             wanted = proposal.p if name == "prefill" else proposal.d
+            urgent = proposal.p_now if name == "prefill" else proposal.d_now
             keep = proposal.p_keep if name == "prefill" else proposal.d_keep
         verdict, after = guard.judge(
             wanted=wanted,
             keep=keep,
             counts=count,
             memory=before,
-            limits=limits,
+            limits=bounds,
             trust=trust,
             paused=plan.paused,
+            urgent=urgent,
             now_s=now_s,
         )
         verdicts.append(verdict)
         guards.append(after)
-    limits_both = (plan.prefill.limits, plan.decode.limits)
-    pair = guard.budgeted((verdicts[0], verdicts[1]), counts, limits_both, plan.budget_gpus)
+    pair = guard.budgeted((verdicts[0], verdicts[1]), counts, limits, plan.budget_gpus)
     for name, verdict in zip(POOLS, pair, strict=True):
         for code, text in verdict.reasons:
-            reasons.append(Reason(code, text, name))
+            said.append(Reason(code, text, name))
             overrides[code] = overrides.get(code, 0) + 1
     return pair, replace(memory, guard_p=guards[0], guard_d=guards[1], overrides=overrides)
 
 
-def _held_for(name: str, observation: Observation, plan: Plan) -> Limits:
-    """Limits with the idle time after which giving up is cheaper than keeping (ski rental).
+def _measured_limits(name: str, observation: Observation, plan: Plan) -> Limits:
+    """Limits with the times that follow from measured starts and drains.
 
-    Letting a worker go costs a start later and a drain now: T_ready + T_drain, as measured.
+    Letting a worker go costs a start later and a drain now, T_ready + T_drain: surplus lasts that
+    long before giving up is cheaper than keeping (ski rental), and a change of direction within
+    twice that is a reversal.
     """
     limits = plan.pool(name).limits
-    if limits.hold_s is not None:
-        return limits
     drain_s = observation.lengths.osl * plan.tpot_s if name == "decode" else plan.ttft_s
-    return replace(limits, hold_s=observation.t_ready[name].p50_s + drain_s)
+    cost_s = observation.t_ready[name].p50_s + drain_s
+    hold_s = cost_s if limits.hold_s is None else limits.hold_s
+    return replace(limits, hold_s=hold_s, turn_s=2.0 * cost_s)
 
 
 def _losses(pool: Pool, memory: Memory) -> int:
@@ -370,11 +424,6 @@ def _losses(pool: Pool, memory: Memory) -> int:
     open_ids = {o.worker_id for o in memory.orders}
     lost = {*pool.failed, *(c.worker_id for c in pool.overdue)}
     return len(lost & open_ids)
-
-
-def _turn_s(observation: Observation) -> float:
-    """A change of direction within twice T_ready is a reversal (drain time adds to it)."""
-    return 2.0 * max(q.p90_s for q in observation.t_ready.values())
 
 
 def _pool_decision(

@@ -23,6 +23,9 @@ LENGTHS_TAU_S = 60.0
 that one long prompt does not move them."""
 OUTPUT_TAU_S = 180.0
 """The same for outputs, which take a residence time to be known."""
+SURELY_BUSY = 1.5
+"""A P worker's speed is learned only where its queue would have lasted for a worker so much faster
+than profiled: a rate between two moments with work may hold idle time, and then is no speed."""
 REQUESTS_FEW = 5.0
 PRIOR_REQUESTS = 10.0
 
@@ -206,7 +209,9 @@ def corrected(
             (
                 w.prefill_rate / base
                 for w in pool_p.ready
-                if _warm(w.ready_age_s, plan) and w.prefill_rate is not None and base > 0
+                if _warm(w.ready_age_s, plan)
+                and w.prefill_rate is not None
+                and (w.dry_rate or 0.0) > SURELY_BUSY * base > 0
             ),
             dt_s,
         )

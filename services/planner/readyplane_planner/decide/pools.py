@@ -14,6 +14,7 @@ from readyplane_planner.decide.values import ROLE_OF, Memory, OpenOrder, Plan, R
 from readyplane_planner.guard import Counts
 from readyplane_planner.signals import Allocation, Observation, WorkerView
 
+SOON_S = 5.0
 ENDED = frozenset({"exited", "failed"})
 
 
@@ -43,7 +44,7 @@ class Pool:
     suspects: list[str] = field(default_factory=list)
     became_ready: int = 0
 
-    def counts(self, *, backlog: bool) -> Counts:
+    def counts(self, *, backlog: bool, breach: bool) -> Counts:
         """In the guard's words."""
         return Counts(
             ready=len(self.ready),
@@ -51,6 +52,7 @@ class Pool:
             draining=len(self.draining) + len(self.stalled),
             expired=len(self.overdue),
             backlog=backlog,
+            breach=breach,
         )
 
 
@@ -65,6 +67,17 @@ def eta_s(age_s: float, quantiles: StartQuantiles, *, late: bool) -> float:
         if age_s < mark:
             return mark - age_s
     return max(1.0, 0.25 * quantiles.p99_s)
+
+
+def arrives_soon(age_s: float, quantiles: StartQuantiles) -> float | None:
+    """Seconds until a start is expected when that is so near that cancelling it wastes it.
+
+    None when it is further away, or later than its P90 and perhaps not coming at all.
+    """
+    if age_s >= quantiles.p90_s:
+        return None
+    left_s = eta_s(age_s, quantiles, late=False)
+    return left_s if left_s <= min(SOON_S, 0.5 * quantiles.p50_s) else None
 
 
 def census(

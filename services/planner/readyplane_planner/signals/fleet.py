@@ -6,6 +6,7 @@ Joins by (worker id, incarnation) and by nothing else. Ages are differences on t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from readyplane.core.worker import Role, Worker, WorkerState
 from readyplane_planner.signals.values import RouterSample, WorkerView
@@ -33,7 +34,7 @@ def _view(worker: Worker, before: Worker | None, router_now_s: float) -> WorkerV
     usage = used / total if used is not None and total else None
     block = worker.serving.block_size if worker.serving is not None else 16
     kv_tokens = float(used * block) if used is not None else None
-    rate, iteration, decoded = _measured(worker, before)
+    pace = _measured(worker, before)
 
     def age(since: float | None) -> float | None:
         return None if since is None else max(0.0, router_now_s - since)
@@ -61,40 +62,47 @@ def _view(worker: Worker, before: Worker | None, router_now_s: float) -> WorkerV
         waiting=load.waiting,
         waiting_prefill_tokens=load.waiting_prefill_tokens,
         kv_usage=usage,
-        prefill_rate=rate,
-        iteration_s=iteration,
-        decode_rate=decoded,
+        prefill_rate=pace.prefill_rate,
+        dry_rate=pace.dry_rate,
+        iteration_s=pace.iteration_s,
+        decode_rate=pace.decode_rate,
         kv_tokens=kv_tokens,
         failure=worker.progress.failure if worker.progress is not None else "",
     )
 
 
-def _measured(
-    worker: Worker, before: Worker | None
-) -> tuple[float | None, float | None, float | None]:
-    """(prefill tokens/s, seconds an iteration, output tokens/s) between two reports of one life.
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """What two reports of one life tell; see WorkerView."""
 
-    The first two only where the worker was busy at both ends: else they tell of its load, not of
-    its speed.
+    prefill_rate: float | None = None
+    dry_rate: float | None = None
+    iteration_s: float | None = None
+    decode_rate: float | None = None
+
+
+def _measured(worker: Worker, before: Worker | None) -> _Pace:
+    """Between two reports of one life. Iterations only where the worker ran at both ends: else
+    they tell of its load, not of its speed.
     """
     if before is None or worker.ready_s is None:
-        return None, None, None
+        return _Pace()
     now, old = worker.load, before.load
     dt_s = (worker.renewed_s - now.age_s) - (before.renewed_s - old.age_s)
     if dt_s <= 0:
-        return None, None, None
-    rate = iteration = decoded = None
+        return _Pace()
+    rate = dry = iteration = decoded = None
     if now.prefill_tokens_total is not None and old.prefill_tokens_total is not None:
         grown = now.prefill_tokens_total - old.prefill_tokens_total
-        if grown > 0 and (now.waiting_prefill_tokens or 0) and (old.waiting_prefill_tokens or 0):
-            rate = grown / dt_s
+        if grown > 0 and old.waiting_prefill_tokens is not None:
+            rate, dry = grown / dt_s, old.waiting_prefill_tokens / dt_s
     if now.iterations_total is not None and old.iterations_total is not None:
         steps = now.iterations_total - old.iterations_total
         if steps > 0 and (now.running or 0) and (old.running or 0):
             iteration = dt_s / steps
     if now.decode_tokens_total is not None and old.decode_tokens_total is not None:
         decoded = max(0.0, (now.decode_tokens_total - old.decode_tokens_total) / dt_s)
-    return rate, iteration, decoded
+    return _Pace(rate, dry, iteration, decoded)
 
 
 def generated(views: Sequence[WorkerView]) -> float | None:

@@ -119,7 +119,9 @@ class WorkerView:
         ready_age_s, drain_age_s: seconds in that state, from the router's clock alone.
         active, promised_prefill_tokens, promised_kv_blocks: assigned by the router, so never
             older than a dispatch (B64).
-        prefill_rate: tokens/s measured while it was busy all the time; iteration_s: likewise.
+        prefill_rate: tokens/s computed since its last report; dry_rate: at which its queue of then
+            would just have lasted until now, so that well below it the worker was never idle.
+        iteration_s: measured while it ran.
         decode_rate: output tokens/s since its last report.
     """
 
@@ -145,6 +147,7 @@ class WorkerView:
     waiting_prefill_tokens: int | None = None
     kv_usage: float | None = None
     prefill_rate: float | None = None
+    dry_rate: float | None = None
     iteration_s: float | None = None
     decode_rate: float | None = None
     kv_tokens: float | None = None
