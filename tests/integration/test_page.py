@@ -27,7 +27,28 @@ FLAGS = [
 
 def pool(**over: Any) -> dict[str, Any]:
     facts = dict.fromkeys(
-        ["desired", "provisioned", "ready", "draining", "desired_rate", "provisioned_rate", "ready_rate", "gap_rate", "load", "load_low", "load_high", "queue_tokens", "actual_s", "predicted_s", "target_s", "next_arrival_s", "t_ready_p50_s", "t_ready_p90_s", "kv_usage", "active"]
+        [
+            "desired",
+            "provisioned",
+            "ready",
+            "draining",
+            "desired_rate",
+            "provisioned_rate",
+            "ready_rate",
+            "gap_rate",
+            "load",
+            "load_low",
+            "load_high",
+            "queue_tokens",
+            "actual_s",
+            "predicted_s",
+            "target_s",
+            "next_arrival_s",
+            "t_ready_p50_s",
+            "t_ready_p90_s",
+            "kv_usage",
+            "active",
+        ]
     )
     return {**facts, **over}
 
@@ -74,7 +95,9 @@ def state(now_s: float, *, ready: int, **over: Any) -> dict[str, Any]:
             "decode": pool(desired=1, provisioned=1, ready=1),
         },
         "latency": {"ttft": empty, "tpot": empty},
-        "counters": dict.fromkeys(("arrivals", "finished", "attained", "refused", "aborted", "handovers"), 0),
+        "counters": dict.fromkeys(
+            ("arrivals", "finished", "attained", "refused", "aborted", "handovers"), 0
+        ),
         "workers": [worker("p-1"), worker("<b>evil</b>", state="ready")],
         "decisions": [
             {
