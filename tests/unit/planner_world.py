@@ -233,8 +233,8 @@ class World:
         lengths = tuple(tuple(osl_row) if i == 3 else (0.0,) * 14 for i in range(8))
         whole = {name: int(value) for name, value in self.totals.items()}
         busy = self.rps(t) > 0 or self.queue > 1 or self.sequences > 0.5
-        window = LatencyWindow(30.0, 50, self.ttft_s, self.ttft_s, self.ttft_s)
-        tpot = LatencyWindow(30.0, 50, self.tpot_s, self.tpot_s, self.tpot_s)
+        window = LatencyWindow(20.0, 50, self.ttft_s, self.ttft_s, self.ttft_s)
+        tpot = LatencyWindow(20.0, 50, self.tpot_s, self.tpot_s, self.tpot_s)
         signals = ModelSignals(
             MODEL,
             **whole,  # type: ignore[arg-type]

@@ -144,7 +144,7 @@ def _plot(path: Path, report: Mapping[str, Any], result: WorldResult) -> None:
             label="each request",
         )
         p90 = factor * _column(series, f"{name}.p90_s")
-        axis.plot(t, p90, "C3-", label="P90 of a minute")
+        axis.plot(t, p90, "C3-", label="P90 of the last 20 s")
         axis.axhline(factor * slo[f"{name}_s"], color="C3", linestyle="--", label="target")
         axis.set_ylim(0, 3 * factor * slo[f"{name}_s"])
         axis.set_ylabel(f"{name.upper()}, {unit}")

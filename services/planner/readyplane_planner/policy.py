@@ -69,11 +69,16 @@ class ForecastPolicy(_Strict):
 
 
 class LoadPolicy(_Strict):
-    """How predicted and actual latency make a load (R3.1)."""
+    """How predicted and actual latency make a load (R3.1).
+
+    The actual one is the P90 of the router's window. It is known while it rests on `samples_min`
+    requests, and the window is no longer than `window_s`: a load must not tell of what has passed.
+    """
 
     combine: Literal["max", "weighted", "predicted"] = "max"
     actual_weight: float = Field(default=0.5, ge=0.0, le=1.0)
     samples_min: int = Field(default=10, ge=1)
+    window_s: Positive = 20.0
 
 
 class UpPolicy(_Strict):
@@ -270,6 +275,7 @@ def make_plan(
         combine=Combine(policy.load.combine),
         combine_weight=policy.load.actual_weight,
         actual_count_min=policy.load.samples_min,
+        actual_window_s=policy.load.window_s,
         min_ready_s=policy.min_ready_s,
         warm_worker_s=policy.warm_worker_s,
         eta_bound_factor=policy.eta_bound_factor,

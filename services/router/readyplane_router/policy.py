@@ -58,7 +58,7 @@ class RouterPolicy:
     look_past_max: int = 8
     output_quantile: float = 0.9
     grow_tokens: int = 256
-    window_s: float = 60.0
+    window_s: float = 20.0
     window_samples_max: int = 4_096
     lengths_half_life: int = 5_000
     stalled_after_s: float = 10.0

@@ -51,6 +51,7 @@ class Plan:
     combine: Combine
     combine_weight: float
     actual_count_min: int
+    actual_window_s: float
     min_ready_s: float
     warm_worker_s: float
     eta_bound_factor: float

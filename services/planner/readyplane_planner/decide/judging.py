@@ -1,0 +1,152 @@
+"""From a proposal to verdicts: what the guard is told of each pool, and what it says.
+
+Owns the counts, the trust in the data, and the times that follow from measured starts and drains.
+Hands verdicts to brain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from readyplane_planner import guard
+from readyplane_planner.decide import acting, demand, outlook, reasons
+from readyplane_planner.decide.outlook import Both
+from readyplane_planner.decide.pools import Pool
+from readyplane_planner.decide.values import POOLS, Memory, Plan, PoolPlan, Reason
+from readyplane_planner.guard import Counts, PoolMemory, Trust, Verdict
+from readyplane_planner.optimise import Proposal
+from readyplane_planner.signals import Observation
+
+
+def counts(
+    observation: Observation, plan: Plan, memory: Memory, model: demand.Needs, pools: Both
+) -> tuple[Counts, Counts]:
+    """Counts for the guard; a queue that the TTFT target has no room for is a backlog (B23)."""
+    slack_s = max(0.0, plan.ttft_s - model.model_p.own_s)
+    most = max(1, len(pools[0].ready)) * model.model_p.rate * slack_s * 0.5
+    waiting = observation.queue.known and observation.queue.get() > most
+    sequences = outlook.sequences(observation, model, pools)
+    full = max(1, len(pools[1].ready)) * model.model_d.sequences_at(plan.tpot_s)
+    breach_p, breach_d = outlook.breaches(observation, plan, model, pools)
+    counts_p = pools[0].counts(backlog=waiting, breach=breach_p)
+    counts_d = pools[1].counts(backlog=sequences > full > 0, breach=breach_d)
+    return (
+        _without_surge(counts_p, pools[0], plan, memory),
+        _without_surge(counts_d, pools[1], plan, memory),
+    )
+
+
+def _without_surge(counts: Counts, pool: Pool, plan: Plan, memory: Memory) -> Counts:
+    """A roll-out's extra workers stand beside the target and must not become it."""
+    desired = memory.guard(pool.name).desired
+    current = memory.generation.digest
+    digests = [w.manifest_digest for w in pool.ready] + [c.digest for c in pool.coming]
+    rolling = bool(current) and any(digest and digest != current for digest in digests)
+    if not rolling or desired is None:
+        return counts
+    extra = min(plan.surge, max(0, counts.live - desired))
+    from_pending = min(extra, counts.pending)
+    return replace(
+        counts, pending=counts.pending - from_pending, ready=counts.ready - extra + from_pending
+    )
+
+
+def trust_in(observation: Observation, *, seen_before: bool) -> Trust:
+    """What the data allows: unknown or partial data may grow a pool and never shrink it."""
+    why = reasons.unknown_text(observation, seen_before=seen_before)
+    if not observation.fleet_known:
+        why = why or "the router's fleet is not known"
+    if not observation.allocations_known:
+        why = f"{why}; the actuator does not answer" if why else "the actuator does not answer"
+    bad = bool(observation.bad)
+    known = not observation.unknown() and observation.fleet_known
+    return Trust(
+        grow=observation.allocations_known,
+        shrink=known and not bad and observation.allocations_known,
+        why=why or ("a sample was refused" if bad else ""),
+    )
+
+
+def judge(
+    observation: Observation,
+    plan: Plan,
+    memory: Memory,
+    pools: Both,
+    counts: tuple[Counts, Counts],
+    proposal: Proposal | None,
+    said: list[Reason],
+    *,
+    now_s: float,
+) -> tuple[tuple[Verdict, Verdict], Memory]:
+    """Verdicts for both pools, and what the rules said."""
+    trust = trust_in(observation, seen_before=memory.work_p.begun_s is not None)
+    verdicts: list[Verdict] = []
+    guards: list[PoolMemory] = []
+    overrides = dict(memory.overrides)
+    for name, pool, count in zip(POOLS, pools, counts, strict=True):
+        limits = plan.pool(name).limits
+        before = memory.guard(name)
+        if pool.became_ready:
+            before = guard.succeeded(before)
+        before = guard.failed(before, _losses(pool, memory), limits=limits, now_s=now_s)
+        wanted = keep = urgent = None
+        if proposal is not None:
+            wanted = proposal.p if name == "prefill" else proposal.d
+            urgent = proposal.p_now if name == "prefill" else proposal.d_now
+            keep = proposal.p_keep if name == "prefill" else proposal.d_keep
+        verdict, after = guard.judge(
+            wanted=wanted,
+            keep=keep,
+            counts=count,
+            memory=before,
+            limits=limits,
+            trust=trust,
+            paused=plan.paused,
+            urgent=urgent,
+            now_s=now_s,
+        )
+        verdicts.append(verdict)
+        guards.append(after)
+    both_limits = (plan.prefill.limits, plan.decode.limits)
+    pair = guard.budgeted((verdicts[0], verdicts[1]), counts, both_limits, plan.budget_gpus)
+    for name, verdict in zip(POOLS, pair, strict=True):
+        for code, text in verdict.reasons:
+            said.append(Reason(code, text, name))
+            overrides[code] = overrides.get(code, 0) + 1
+    return pair, replace(memory, guard_p=guards[0], guard_d=guards[1], overrides=overrides)
+
+
+def measured(observation: Observation, plan: Plan) -> Plan:
+    """The plan with the times that follow from measured starts and drains.
+
+    Letting a worker go costs a start later and a drain now, T_ready + T_drain: surplus lasts that
+    long before giving up is cheaper than keeping (ski rental), and there and back again within
+    twice that is a reversal.
+    """
+
+    def timed(pool: PoolPlan, start_s: float, drain_s: float) -> PoolPlan:
+        cost_s, limits = start_s + drain_s, pool.limits
+        hold_s = cost_s if limits.hold_s is None else limits.hold_s
+        return replace(pool, limits=replace(limits, hold_s=hold_s, turn_s=2.0 * cost_s))
+
+    starts = observation.t_ready
+    return replace(
+        plan,
+        prefill=timed(plan.prefill, starts["prefill"].p50_s, plan.ttft_s),
+        decode=timed(plan.decode, starts["decode"].p50_s, observation.lengths.osl * plan.tpot_s),
+    )
+
+
+def _losses(pool: Pool, memory: Memory) -> int:
+    """Starts lost in this tick: an order is counted once, when it leaves the open ones."""
+    open_ids = {o.worker_id for o in memory.orders}
+    lost = {*pool.failed, *(c.worker_id for c in pool.overdue)}
+    return len(lost & open_ids)
+
+
+def took(
+    place: int, plan: Plan, memory: Memory, acted: acting.Acted, *, now_s: float
+) -> PoolMemory:
+    """The guard's memory of one pool after what was done."""
+    before, turn_s = memory.guard(POOLS[place]), plan.pool(POOLS[place]).limits.turn_s
+    return guard.took(before, acted.verdicts[place], turn_s=turn_s, now_s=now_s)

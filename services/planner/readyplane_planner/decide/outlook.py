@@ -1,0 +1,115 @@
+"""What the pools are heading for: predicted latencies, loads, and whether a target is missed now.
+
+Hands predictions and loads to brain, which decides; nothing here moves a target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from readyplane_planner import capacity
+from readyplane_planner.capacity import Load, Prediction, Supply
+from readyplane_planner.decide import demand
+from readyplane_planner.decide.pools import Pool, eta_s
+from readyplane_planner.decide.values import Plan
+from readyplane_planner.signals import Observation
+
+Both = tuple[Pool, Pool]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """Predicted latencies and the loads they make."""
+
+    ttft: Prediction | None
+    tpot: Prediction | None
+    load_p: Load
+    load_d: Load
+
+
+def predict(observation: Observation, plan: Plan, model: demand.Needs, pools: Both) -> Forecasts:
+    """TTFT and TPOT that the pools are heading for, and the loads with what was measured (R3.1)."""
+    ttft = tpot = None
+    if observation.queue.known and observation.prefill_work.known:
+        ttft = capacity.predict_ttft(
+            model.model_p,
+            level=model.work_p.level,
+            upper=model.lasting_p,
+            backlog=observation.queue.get(),
+            supply=supply(pools[0], observation),
+            horizon_s=model.work_p.horizon_s,
+            quantile=plan.slo_quantile,
+        )
+    if observation.decoding.known and observation.arrivals.known:
+        tpot = capacity.predict_tpot(
+            model.model_d,
+            level=model.work_d.level,
+            upper=model.work_d.upper,
+            sequences=sequences(observation, model, pools),
+            supply=supply(pools[1], observation),
+            horizon_s=model.work_d.horizon_s,
+        )
+
+    def load(name: str, prediction: Prediction | None, target_s: float) -> Load:
+        window = observation.latency.get(name)
+        known = window is not None and window.count and window.window_s <= plan.actual_window_s
+        return capacity.load_of(
+            prediction,
+            actual_s=window.p90_s if known and window is not None else None,
+            count=window.count if known and window is not None else 0,
+            target_s=target_s,
+            combine=plan.combine,
+            weight=plan.combine_weight,
+            count_min=plan.actual_count_min,
+        )
+
+    return Forecasts(
+        ttft, tpot, load("ttft_actual", ttft, plan.ttft_s), load("tpot_actual", tpot, plan.tpot_s)
+    )
+
+
+def breaches(
+    observation: Observation, plan: Plan, model: demand.Needs, pools: Both
+) -> tuple[bool, bool]:
+    """Whether the workers that are ready now, alone, miss a target beyond the band.
+
+    At the expected demand and not at its bound, over the time that a start takes.
+    """
+    if not (observation.queue.known and observation.decoding.known):
+        return False, False
+    ttft = capacity.predict_ttft(
+        model.model_p,
+        level=model.work_p.level,
+        upper=model.work_p.level,
+        backlog=observation.queue.get(),
+        supply=Supply(len(pools[0].ready)),
+        horizon_s=model.work_p.horizon_s,
+        quantile=plan.slo_quantile,
+    )
+    tpot = capacity.predict_tpot(
+        model.model_d,
+        level=model.work_d.level,
+        upper=model.work_d.level,
+        sequences=sequences(observation, model, pools),
+        supply=Supply(len(pools[1].ready)),
+        horizon_s=model.work_d.horizon_s,
+    )
+    beyond = 1.0 + plan.band
+    return ttft.value_s > plan.ttft_s * beyond, tpot.value_s > plan.tpot_s * beyond
+
+
+def sequences(observation: Observation, model: demand.Needs, pools: Both) -> float:
+    """Sequences that D has to hold over its T_ready."""
+    return demand.sequences_ahead(
+        observation,
+        model,
+        prefill_workers=len(pools[0].ready),
+        within_s=model.work_d.horizon_s,
+    )
+
+
+def supply(pool: Pool, observation: Observation) -> Supply:
+    """Workers that are there, and when the pending ones are expected, cautiously."""
+    quantiles = observation.t_ready[pool.name]
+    etas = sorted(eta_s(c.age_s, quantiles, late=True) for c in pool.coming)
+    return Supply(len(pool.ready), tuple(etas))
