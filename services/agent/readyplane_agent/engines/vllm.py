@@ -101,7 +101,9 @@ class VllmEngine(AttachedEngine):
         self._events = (f"tcp://{spec.host}:{ports[1]}", f"tcp://{spec.host}:{ports[2]}")
         self._began_s = self._clock.monotonic_s()
         await self._child.start(
-            command(spec, model_dir=spec.work_dir / "files", port=ports[0], ports=(ports[1], ports[2])),
+            command(
+                spec, model_dir=spec.work_dir / "files", port=ports[0], ports=(ports[1], ports[2])
+            ),
             log_path=spec.log_path,
             environment=environment(spec, side_channel_port=ports[3]),
         )
