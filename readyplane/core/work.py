@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from struct import Struct
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # imported where it is used: agents and engines do without
 
 _BIG_ENDIAN = array("I", [1]).tobytes()[0] == 0
 HASH_SEED = 1337
+_TWO_HASHES = Struct("<QQ").pack
 OSL_EDGES: tuple[int, ...] = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 ISL_EDGES: tuple[int, ...] = (0, 128, 512, 1024, 2048, 4096, 8192, 32768)
 
@@ -153,13 +155,11 @@ def sequence_hashes(
     view = memoryview(token_ids)
     digest = xxhash.xxh3_64_intdigest
     out: list[int] = []
-    parent = b""
+    value = 0
     for start in range(0, len(view) - width + 1, width):
-        local = digest(view[start : start + width], seed=seed)
-        block = local.to_bytes(8, "little")
-        value = digest(parent + block, seed=HASH_SEED) if parent else local
+        local = digest(view[start : start + width], seed)
+        value = digest(_TWO_HASHES(value, local), HASH_SEED) if start else local
         out.append(value)
-        parent = value.to_bytes(8, "little")
     return tuple(out)
 
 

@@ -21,7 +21,7 @@ from readyplane.core.worker import (
 )
 from readyplane_router import group, lease
 from readyplane_router.gate import url_is_plausible
-from readyplane_router.pair import Seat, Times, kv_key, seat_key
+from readyplane_router.pair import Seat, kv_key, seat_key, times_of
 from readyplane_router.store import Record, Vitals
 
 NAME_CHARS_MAX = 253
@@ -147,7 +147,7 @@ class Member:
             engine_url=serving.engine_url,
             kv=serving.kv,
             kv_key=kv_key(serving.kv),
-            times=Times(profile),
+            times=times_of(profile),
             block_size=serving.block_size,
             kv_total_blocks=serving.kv_total_blocks,
             max_num_seqs=serving.max_num_seqs,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import filterfalse, islice, repeat
 from typing import Any
 
 FIRST_SEQUENCES = (0, 1)
@@ -119,8 +119,14 @@ class PrefixIndex:
         mask = self._trusted
         masks = self._masks
         depth = 0
-        for value in hashes:
-            here = mask & masks.get(value, 0)
+        if not hashes or not mask & masks.get(hashes[0], 0):
+            return found
+        known = list(map(masks.get, hashes, repeat(0)))
+        if known.count(known[0]) == len(known):
+            self._name(mask & known[0], len(known), found)
+            return found
+        for at in known:
+            here = mask & at
             if here != mask:
                 if depth:
                     self._name(mask & ~here, depth, found)
@@ -147,9 +153,9 @@ class PrefixIndex:
         if guessed.keys().isdisjoint(hashes):
             self._mark(holder.bit, hashes)
         else:
-            self._mark(holder.bit, [value for value in hashes if value not in guessed])
-            for value in hashes:  # to the end: the oldest is dropped first
-                guessed.pop(value, None)
+            self._mark(holder.bit, list(filterfalse(guessed.__contains__, hashes)))
+            # To the end: the oldest is dropped first.
+            _drain(map(guessed.pop, hashes, repeat(None)))
         guessed.update(dict.fromkeys(hashes, until))
         over = len(guessed) - holder.blocks_max
         if over > 0:
@@ -319,18 +325,19 @@ class PrefixIndex:
     def _forget(self, now_s: float) -> None:
         for queue in (self._short, self._long):
             while queue and queue[0][0] <= now_s:
-                until, holder, hashes = queue.popleft()
+                _until, holder, hashes = queue.popleft()
                 if holder.alive:
-                    self._unguess(holder, until, hashes, now_s)
+                    self._unguess(holder, hashes, now_s)
 
-    def _unguess(
-        self, holder: _Holder, until: float, hashes: tuple[int, ...], now_s: float
-    ) -> None:
+    def _unguess(self, holder: _Holder, hashes: tuple[int, ...], now_s: float) -> None:
         """Forget guesses that have run out, unless they were made anew meanwhile."""
         guessed = holder.guessed
         ends = list(map(guessed.get, hashes))
         over: Sequence[int] = hashes
-        if ends.count(until) != len(ends):
+        if ends.count(ends[0]) == len(ends):
+            if ends[0] is None or ends[0] > now_s:
+                return
+        else:
             pairs = zip(hashes, ends, strict=True)
             over = [value for value, end in pairs if end is not None and end <= now_s]
         _drain(map(guessed.__delitem__, over))

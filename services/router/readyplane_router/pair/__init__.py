@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from readyplane.core.worker import Role
 from readyplane_router.pair.cost import pair_terms, urgency_of
-from readyplane_router.pair.seat import Seat, Times, kv_key, seat_key
+from readyplane_router.pair.seat import Seat, Times, kv_key, seat_key, times_of
 from readyplane_router.pair.values import (
     LOCAL_LINK,
     NETWORK_LINK,
@@ -54,6 +54,7 @@ __all__ = [
     "kv_key",
     "pair_terms",
     "seat_key",
+    "times_of",
 ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 
 from readyplane.core.identity import KvFormat
 from readyplane.core.profile import ClassProfile
@@ -57,6 +58,12 @@ class Times:
         left = right - 1
         share = (tokens - xs[left]) / (xs[right] - xs[left])
         return ys[left] + share * (ys[right] - ys[left])
+
+
+@lru_cache(maxsize=64)
+def times_of(profile: ClassProfile) -> Times:
+    """The times of a profile; seats of one class share them, so that a request asks once."""
+    return Times(profile)
 
 
 @dataclass(slots=True)
