@@ -152,13 +152,19 @@ class SimEngine:
 
     # ------------------------------------------------------------------ inside
 
-    def _pump(self) -> None:
-        """Handle what is due and set the timer to what comes next."""
+    def _pump(self, due_s: float | None = None) -> None:
+        """Handle what is due and set the timer to what comes next.
+
+        `due_s`: a timer that is over; the loop may stand a rounding error before it.
+        """
         now_s = self._clock.monotonic_s()
+        if due_s is not None and due_s > now_s:
+            now_s = due_s
+        model = self.model
         while True:
-            for event in self.model.advance(now_s):
+            for event in model.advance(now_s):
                 self._handle(event)
-            due_s = self.model.next_event_s()
+            due_s = model.next_event_s()
             if due_s is None or due_s > now_s:
                 break
         if due_s is None:
@@ -174,10 +180,7 @@ class SimEngine:
 
     def _due(self) -> None:
         due_s, self._timer, self._timer_at = self._timer_at, None, float("inf")
-        # the loop may stand a rounding error before the model's time
-        for event in self.model.advance(max(due_s, self._clock.monotonic_s())):
-            self._handle(event)
-        self._pump()
+        self._pump(due_s)
 
     def _handle(self, event: object) -> None:
         match event:

@@ -84,13 +84,15 @@ def prompt_hashes(request: WorkloadRequest, block_size: int) -> tuple[int, ...]:
 
 
 def _run_hashes(run: tuple[int, int], offset: int, blocks: int, block_size: int) -> list[int]:
-    """Hashes of blocks of one stream that follow each other, by splitmix64 of their offsets."""
-    key = np.uint64(xxhash.xxh3_64_intdigest(b"%d:%d" % run))
+    """Hashes of blocks of one stream that follow each other: one-to-one with their offsets."""
+    key = xxhash.xxh3_64_intdigest(b"%d:%d" % run)
     x = np.arange(offset, offset + blocks * block_size, block_size, dtype=np.uint64)
-    x = x * np.uint64(0x9E3779B97F4A7C15) + key
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    hashes: list[int] = (x ^ (x >> np.uint64(31))).tolist()
+    x += np.uint64(key)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x ^= x >> np.uint64(29)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(32)
+    hashes: list[int] = x.tolist()
     return hashes
 
 
