@@ -95,7 +95,7 @@ async def running_stack(
 
         table = await rooms.enter_async_context(ProcessTable(folder.run, on_exit=exited))
         token = secrets.token_hex(16)
-        say("starting PostgreSQL and Valkey")
+        say(_stores_sentence(options))
         making = asyncio.create_task(asyncio.to_thread(_make_model, options, folder))
         rooms.callback(making.cancel)
         stores = await rooms.enter_async_context(
@@ -182,6 +182,15 @@ async def running_stack(
         write_book(book)
         rooms.callback(remove_book, os.getpid())
         yield Stack(options, folder, table, stores, services, actuator, book, policy, failed)
+
+
+def _stores_sentence(options: UpOptions) -> str:
+    own = [
+        name
+        for name, given in (("PostgreSQL", options.database_url), ("Valkey", options.redis_url))
+        if not given
+    ]
+    return f"starting {' and '.join(own)}" if own else "using the given stores"
 
 
 async def _stop_in_order(
