@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from readyplane_planner.decide.demand import surged
 from readyplane_planner.forecast import (
     EXPERTS,
     PENDING_MAX,
@@ -135,3 +136,22 @@ def test_a_gap_voids_what_waited() -> None:
     assert after.pending == () and after.recent == ()
     again = update(after, 1000.0, dt_s=2.0, now_s=series.updated_s + 300.0, knobs=KNOBS)
     assert predict(again, horizon_s=30.0, knobs=KNOBS).now == pytest.approx(1000.0)
+
+
+def test_a_step_is_seen_before_the_window_has_passed() -> None:
+    """Beyond what chance explains the last seconds count at once; within it they do not."""
+    knobs = Knobs(window_s=10.0)
+    series = Series()
+    for second in range(120):
+        series = update(series, 3_000.0, dt_s=1.0, now_s=float(second), knobs=knobs)
+
+    def level(rate: float, seconds: int) -> float:
+        after = series
+        for second in range(120, 120 + seconds):
+            after = update(after, rate, dt_s=1.0, now_s=float(second), knobs=knobs)
+        made = predict(after, horizon_s=10.0, knobs=knobs)
+        return surged(made, after, tokens=1_000.0, cv2=1.0, spans_s=(3.0, 6.0)).level / made.level
+
+    assert level(15_000.0, 3) > 1.5
+    assert level(6_000.0, 3) == 1.0, "three requests more in a second are chance"
+    assert level(500.0, 3) == 1.0, "it never lowers"

@@ -133,7 +133,7 @@ def update(series: Series, rate: float, *, dt_s: float, now_s: float, knobs: Kno
         ewma=_ewma(series.ewma, rate, dt_s),
     )
     fresh = _holt(fresh, rate, dt_s, first=not series.ewma)
-    now = _trailing(fresh, knobs.window_s)
+    now = trailing(fresh, knobs.window_s)
     fresh = replace(fresh, peak=max(now, series.peak * math.exp(-dt_s / PEAK_TAU_S)))
     return _judge(fresh, now, now_s=now_s, knobs=knobs)
 
@@ -217,7 +217,7 @@ def _holt_at(series: Series, horizon_s: float) -> float:
     return series.holt_level + series.holt_trend * reach_s
 
 
-def _trailing(series: Series, window_s: float) -> float:
+def trailing(series: Series, window_s: float) -> float:
     """Mean rate over the trailing window, or over all there is when that is shorter."""
     points = series.recent
     if len(points) < 2:
@@ -233,8 +233,8 @@ def _trailing(series: Series, window_s: float) -> float:
 def _experts(series: Series, horizon_s: float, knobs: Knobs) -> tuple[float, ...]:
     """One rate an expert, in the order of EXPERTS; below zero is clamped at this boundary (B17)."""
     return (
-        max(0.0, _trailing(series, knobs.window_s)),
-        max(0.0, _trailing(series, 30.0)),
+        max(0.0, trailing(series, knobs.window_s)),
+        max(0.0, trailing(series, 30.0)),
         *(max(0.0, value) for value in series.ewma),
         max(0.0, _holt_at(series, horizon_s)),
     )

@@ -26,6 +26,8 @@ OUTPUT_TAU_S = 180.0
 SURELY_BUSY = 1.5
 """A P worker's speed is learned only where its queue would have lasted for a worker so much faster
 than profiled: a rate between two moments with work may hold idle time, and then is no speed."""
+SURGE_SPANS_S = (3.0, 6.0)
+SURGE_SIGMAS = 3.5
 REQUESTS_FEW = 5.0
 PRIOR_REQUESTS = 10.0
 
@@ -151,18 +153,43 @@ def needs(
         work_p=forecast.remember(memory.work_p, work_p, now_s=now_s, knobs=plan.knobs),
         work_d=forecast.remember(memory.work_d, work_d, now_s=now_s, knobs=plan.knobs),
     )
+    cv2 = observation.lengths.isl_cv2
+    work_p = surged(work_p, memory.work_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S)
+    # Answers begin after their prompts and last: D has the time to see the longer span.
+    spans_s = SURGE_SPANS_S[1:]
+    work_d = surged(work_d, memory.work_d, tokens=osl, cv2=0.0, spans_s=spans_s)
     arriving = work_p.level * plan.knobs.window_s / uncached
     needs_now = Needs(
         work_p,
         work_d,
         model_p,
         model_d,
-        lasting(work_p, arriving=arriving, cv2=observation.lengths.isl_cv2, plan=plan),
+        lasting(work_p, arriving=arriving, cv2=cv2, plan=plan),
         lasting(work_d, arriving=arriving, cv2=0.0, plan=plan),
         uncached,
         osl,
     )
     return needs_now, memory
+
+
+def surged(
+    work: Forecast, series: Series, *, tokens: float, cv2: float, spans_s: tuple[float, ...]
+) -> Forecast:
+    """The forecast, lifted when the last seconds hold more than chance explains.
+
+    The trailing window takes its whole length to show a step. Work of requests of `tokens` each
+    that arrive by chance varies by a known amount; far beyond that it is a step, and counts at once
+    with what is certain of it.
+    """
+    level = work.level
+    for span_s in spans_s:
+        rate = forecast.trailing(series, span_s)
+        spread = math.sqrt(max(work.level, 1.0) * tokens * (1.0 + cv2) / span_s)
+        if rate > work.level + SURGE_SIGMAS * spread:
+            level = max(level, rate - math.sqrt(rate * tokens * (1.0 + cv2) / span_s))
+    if level <= work.level:
+        return work
+    return replace(work, level=level, upper=max(work.upper, level))
 
 
 def lasting(work: Forecast, *, arriving: float, cv2: float, plan: Plan) -> float:

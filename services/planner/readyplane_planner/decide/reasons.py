@@ -181,8 +181,8 @@ class _Teller:
         pool = self._pool
         parts = [f"{pool.counts.ready} ready"]
         if pool.etas_s:
-            first = "" if len(pool.etas_s) == 1 else "the first "
-            parts.append(f"{len(pool.etas_s)} arriving, {first}in {pool.etas_s[0]:.1f} s")
+            first = "" if len(pool.etas_s) == 1 else ", the first"
+            parts.append(f"{len(pool.etas_s)} arriving{first} in {pool.etas_s[0]:.1f} s")
         text = ", ".join(parts)
         if pool.load.value is not None:
             text += f"; Load_{self._short} {pool.load.value:.1f}"
