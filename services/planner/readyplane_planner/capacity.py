@@ -280,8 +280,10 @@ def predict_ttft(
     worst = low = 0.0
     for step in range(STEPS + 1):
         ahead_s = horizon_s * step / STEPS
-        worst = max(worst, _ttft_s(model, upper, backlog, supply, ahead_s, quantile))
-        low = max(low, _ttft_s(model, level, backlog, supply, ahead_s, quantile))
+        worst = _ttft_s(model, upper, backlog, supply, ahead_s, quantile, at_least_s=worst)
+        if level != upper:
+            low = _ttft_s(model, level, backlog, supply, ahead_s, quantile, at_least_s=low)
+    low = worst if level == upper else low
     left = backlog_after(
         backlog=backlog, demand=upper, rate=model.rate, supply=supply, horizon_s=horizon_s
     )
@@ -295,11 +297,16 @@ def _ttft_s(
     supply: Supply,
     ahead_s: float,
     quantile: float,
+    *,
+    at_least_s: float,
 ) -> float:
-    """Quantile of the TTFT of who arrives `ahead_s` from now."""
+    """Quantile of the TTFT of who arrives `ahead_s` from now, or `at_least_s` if that is more.
+
+    Asking first whether it can be more at all saves the search for most moments of a horizon.
+    """
     workers, own_s = supply.at(ahead_s), model.own_s + model.overhead_s
     if workers <= 0 or model.rate <= 0:
-        return WAIT_MAX_S if demand > 0 or backlog > 0 else own_s
+        return max(at_least_s, WAIT_MAX_S if demand > 0 or backlog > 0 else own_s)
     served = served_tokens(model.rate, supply, workers_max=math.inf, within_s=ahead_s)
 
     def late(wait_s: float) -> bool:
@@ -314,15 +321,16 @@ def _ttft_s(
         )
         return share > 1.0 - quantile
 
-    if not late(0.0):
-        return own_s
-    low, high = 0.0, 1.0
+    low = max(0.0, at_least_s - own_s)
+    if not late(low):
+        return max(at_least_s, own_s)
+    high = max(1.0, 2.0 * low)
     while late(high) and high < WAIT_MAX_S:
         low, high = high, high * 2.0
     while high - low > 0.005 * high:
         middle = (low + high) / 2.0
         low, high = (middle, high) if late(middle) else (low, middle)
-    return min(WAIT_MAX_S, high + own_s)
+    return max(at_least_s, min(WAIT_MAX_S, high + own_s))
 
 
 def steady_sequences(model: DecodeModel, *, demand: float, workers: float) -> float:
