@@ -41,6 +41,7 @@ class Seen:
     state: dict[str, Any] = field(default_factory=dict)
     starts: dict[str, SeenStart] = field(default_factory=dict)
     draining: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
     decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
     instances: dict[str, Instance] = field(default_factory=dict)
     lateness_p99_s: float | None = None
@@ -64,6 +65,7 @@ class Seen:
             if (i := self.instances.get(worker_id)) is not None
             and i.state == "exited"
             and i.exit_code == 0
+            and worker_id not in self.lost
         )
 
     def start_failures(self) -> dict[str, str]:
@@ -130,6 +132,8 @@ class Observer:
             worker_id = worker["worker_id"]
             if worker["state"] == "draining":
                 seen.draining.add(worker_id)
+            elif worker["state"] in ("gone", "stalled") and worker_id not in seen.draining:
+                seen.lost.add(worker_id)  # it did not go in order, whatever it does later
             if worker["state"] in ("ready", "draining") and worker_id not in seen.starts:
                 seen.starts[worker_id] = _start(worker)
         for decision in state.get("decisions", ()):

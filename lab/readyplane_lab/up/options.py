@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +66,19 @@ class UpOptions:
             value = getattr(self, name)
             if not 0 <= value <= 65535:
                 raise InvalidField(f"--{name.replace('_', '-')}", value, "give 0 to 65535")
+        if self.quick and not self.load:
+            raise InvalidField("--quick", True, "leave out --no-load: the self-check needs traffic")
+        if self.report_file is not None:
+            _check_report(self.report_file)
         if self.trace is not None and not self.load:
             raise InvalidField("--trace", str(self.trace), "leave out --no-load to replay a trace")
+
+
+def _check_report(path: Path) -> None:
+    """A report that cannot be written is said before the run, not after it."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InvalidField("--report", str(path), "give a file in an existing, writable folder")
 
 
 def merge(base: dict[str, object], over: dict[str, object]) -> dict[str, object]:
@@ -92,7 +104,7 @@ def read_policy(path: Path) -> dict[str, object]:
     try:
         text = path.read_text()
         found = parse(text, where=str(path)) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidField("--policy", str(path), f"give a readable YAML file ({error})") from error
     if not isinstance(found, dict):
         raise InvalidField("--policy", str(path), "write an object of policy fields")

@@ -15,7 +15,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from readyplane_lab.up.observe import Observer, Seen, until_ready
 from readyplane_lab.up.options import UpOptions
 from readyplane_lab.up.pids import carriers
 from readyplane_lab.up.processes import write_atomically
-from readyplane_lab.up.stack import Stack, running_stack
+from readyplane_lab.up.stack import Stack, StartInterrupted, running_stack
 from readyplane_lab.up.summary import Ended, print_summary, report, verdict
 from readyplane_lab.up.terminal import Terminal
 from readyplane_lab.up.traffic import Tally, Traffic
@@ -127,15 +127,17 @@ def _until(requests: Iterable[WorkloadRequest], options: UpOptions) -> Iterator[
 async def _up(options: UpOptions, workload: Workload, console: Console, clock: Clock) -> int:
     terminal = Terminal(console, plain=options.plain)
     stop = asyncio.Event()
-    _on_signals(stop, asyncio.current_task())
+    _on_signals(stop, asyncio.current_task(), terminal.say)
     began_s = clock.monotonic_s()
     run = _Run(Tally(), Seen(), {}, {})
     failure = ""
     try:
-        async with running_stack(options, clock=clock, say=terminal.say) as stack:
+        async with running_stack(options, clock=clock, say=terminal.say, stop=stop) as stack:
             run.run_id = stack.table.run_id
             failure = await _course(stack, workload, run, terminal, stop, clock)
             terminal.close()
+    except StartInterrupted:
+        terminal.say("interrupted while starting")
     except asyncio.CancelledError:
         failure = "interrupted before the end"
     finally:
@@ -273,13 +275,18 @@ async def _first_of(
         stopping.cancel()
 
 
-def _on_signals(stop: asyncio.Event, task: asyncio.Task[int] | None) -> None:
+def _on_signals(
+    stop: asyncio.Event, task: asyncio.Task[int] | None, say: Callable[[str], None]
+) -> None:
     """First signal: end in order. Second: end at once, still leaving nothing behind."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         if stop.is_set() and task is not None:
+            say("ending at once")
             task.cancel()
+        elif not stop.is_set():
+            say("ending: open requests are finished first; Ctrl-C again ends at once")
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

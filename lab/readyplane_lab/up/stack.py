@@ -59,14 +59,20 @@ class Stack:
 
 @asynccontextmanager
 async def running_stack(
-    options: UpOptions, *, clock: Clock, say: Callable[[str], None]
+    options: UpOptions,
+    *,
+    clock: Clock,
+    say: Callable[[str], None],
+    stop: asyncio.Event | None = None,
 ) -> AsyncIterator[Stack]:
     """Start everything; stop everything at the end, in the order that loses nothing.
 
     Args:
         options: what was asked. clock: real time. say: told one sentence a step.
+        stop: once set, no further step of the start is taken.
 
     Raises:
+        StartInterrupted: `stop` was set while starting; everything started has been stopped.
         InvalidField: a setting cannot work. Unavailable: a store or service did not start.
     """
     for port, name in (
@@ -123,7 +129,9 @@ async def running_stack(
         policy_file = folder.run / "policy.json"
         policy_file.write_text(json.dumps(policy))
         planner = services.plan(
-            "planner", http_port=options.page_port, args=("--policy", str(policy_file))
+            "planner",
+            http_port=options.page_port,
+            args=("--policy", str(policy_file), *_policy_flags(options)),
         )
         gateway = services.plan("gateway", http_port=options.gateway_port)
         actuator = LocalActuator(
@@ -151,8 +159,10 @@ async def running_stack(
                 READYPLANE_ACTUATOR=actuator_address,
             )
         rooms.push_async_callback(_stop_in_order, services, actuator, say)
+        _go_on(stop)
         say("starting registry, router and gateway")
         await asyncio.gather(*(services.start(s) for s in (registry, router, gateway)))
+        _go_on(stop)
         say("publishing the model")
         client = RegistryClient(registry.grpc, token=token)
         try:
@@ -161,6 +171,7 @@ async def running_stack(
             )
         finally:
             await client.aclose()
+        _go_on(stop)
         say(f"published {MODEL_TAG} as {digest[:19]}…; starting the planner")
         await services.start(planner)
         book = AddressBook(
@@ -182,6 +193,15 @@ async def running_stack(
         write_book(book)
         rooms.callback(remove_book, os.getpid())
         yield Stack(options, folder, table, stores, services, actuator, book, policy, failed)
+
+
+class StartInterrupted(Exception):
+    """The start was called off between two of its steps."""
+
+
+def _go_on(stop: asyncio.Event | None) -> None:
+    if stop is not None and stop.is_set():
+        raise StartInterrupted
 
 
 def _stores_sentence(options: UpOptions) -> str:
@@ -230,6 +250,12 @@ def _policy(options: UpOptions) -> dict[str, Any]:
     if options.policy_file is not None:
         policy = merge(policy, read_policy(options.policy_file))
     return policy
+
+
+def _policy_flags(options: UpOptions) -> tuple[str, ...]:
+    """A policy that was set in a kept folder stays, unless another one is asked for."""
+    asked = options.policy_file is not None or options.quick
+    return () if asked else ("--no-policy-again",)
 
 
 def _profile_of(worker_class: str) -> str:

@@ -1,0 +1,109 @@
+"""What `up` refuses before anything is started, and which running stack commands find."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from readyplane.core.errors import InvalidField
+from readyplane_lab.up.address_book import (
+    AddressBook,
+    book_path,
+    read_book,
+    remove_book,
+    write_book,
+)
+from readyplane_lab.up.options import UpOptions, merge, read_policy
+from readyplane_lab.up.pids import start_mark
+
+
+@pytest.mark.parametrize(
+    "options, where",
+    [
+        ({"quick": True, "load": False}, "--quick"),
+        ({"report_file": Path("/nope/x.json")}, "--report"),
+        ({"report_file": Path("/")}, "--report"),
+        ({"speed": float("nan")}, "--speed"),
+        ({"rate_rps": -1.0}, "--rate"),
+        ({"duration_s": 0.0}, "--duration"),
+        ({"model_bytes": 5}, "--model-mb"),
+        ({"workers_max": 1}, "--workers-max"),
+        ({"page_port": 70_000}, "--page-port"),
+        ({"trace": Path("t.csv"), "load": False}, "--trace"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(options: dict[str, Any], where: str) -> None:
+    with pytest.raises(InvalidField, match=where):
+        UpOptions(**options)
+
+
+def test_a_policy_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_bytes(b"\xff\xfe\x00binary")
+    with pytest.raises(InvalidField, match="--policy"):
+        read_policy(path)
+
+
+def test_objects_are_merged_key_by_key() -> None:
+    merged = merge({"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "c": 4})
+    assert merged == {"a": {"x": 1, "y": 3}, "b": 1, "c": 4}
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for another stack's `up`."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def book(pid: int, model: str) -> AddressBook:
+    texts = dict.fromkeys(
+        (
+            *("registry", "router", "planner", "actuator", "registry_http", "router_http"),
+            *("planner_http", "gateway_http", "token", "data_dir", "logs_dir"),
+        ),
+        "x",
+    )
+    return AddressBook(pid=pid, mark=start_mark(pid) or "", model=model, **texts)
+
+
+def test_when_the_newest_stack_ends_the_older_one_is_found_again(
+    other: subprocess.Popen[bytes],
+) -> None:
+    write_book(book(other.pid, "older"))
+    write_book(book(os.getpid(), "newer"))
+    found = read_book()
+    assert found is not None
+    assert found.model == "newer"
+    remove_book(os.getpid())
+    found = read_book()
+    assert found is not None
+    assert found.model == "older"
+    remove_book(other.pid)
+    assert read_book() is None
+    assert not list(book_path().parent.glob("up*.json"))
+
+
+def test_an_older_stack_that_ends_leaves_the_newest_alone(other: subprocess.Popen[bytes]) -> None:
+    write_book(book(other.pid, "older"))
+    write_book(book(os.getpid(), "newer"))
+    remove_book(other.pid)
+    found = read_book()
+    assert found is not None
+    assert found.model == "newer"
+
+
+def test_a_dead_stack_is_not_believed(other: subprocess.Popen[bytes]) -> None:
+    write_book(book(other.pid, "dead"))
+    other.kill()
+    other.wait()
+    assert read_book() is None
