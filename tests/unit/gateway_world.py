@@ -79,6 +79,7 @@ class MemoryEngine:
         self.connections = 0
         self.tokenized = 0
         self.tokenize_status = 200
+        self.tokenize_says = "not here"
         self.aborts = "freed"  # or told, left_to_expire: what /abort_requests does and says
 
     def calls(self, path: str = "/v1/") -> list[Seen]:
@@ -130,7 +131,7 @@ class _MemoryTransport(asyncio.Transport):
         if seen.path == "/tokenize":
             engine.tokenized += 1
             if engine.tokenize_status != 200:
-                self._json(engine.tokenize_status, {"error": {"message": "not here"}})
+                self._json(engine.tokenize_status, {"error": {"message": engine.tokenize_says}})
                 return
             text = body.get("prompt") or json.dumps(body["messages"])
             self._json(200, {"tokens": [byte + 3 for byte in text.encode()], "count": len(text)})

@@ -259,11 +259,11 @@ CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "
 
 
 def tokens(**fields: Any) -> str:
-    return answer.decode(body.read_tokens({"model": "m", **fields}))
+    return answer.decode(body.read_tokens({"model": "m", **fields}, 100))
 
 
 def test_a_chat_is_tokenised_as_it_is_answered() -> None:
-    assert body.read_tokens({"messages": CHAT}) == ask(chat=True, messages=CHAT).prompt
+    assert body.read_tokens({"messages": CHAT}, 100) == ask(chat=True, messages=CHAT).prompt
     assert tokens(messages=CHAT) == "system:be brief\nuser:hi\nassistant:"
     assert tokens(messages=CHAT, add_generation_prompt=False) == "system:be brief\nuser:hi\n"
 
@@ -273,14 +273,14 @@ def test_a_final_message_is_continued() -> None:
     fields: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
     assert tokens(messages=begun, **fields) == "system:be brief\nuser:hi\nassistant:hel"
     assert ask(chat=True, messages=begun, **fields).prompt == body.read_tokens(
-        {"messages": begun, **fields}
+        {"messages": begun, **fields}, 100
     )
 
 
 def test_a_later_turn_begins_with_the_earlier_one_and_its_answer() -> None:
-    first = body.read_tokens({"messages": CHAT})
+    first = body.read_tokens({"messages": CHAT}, 100)
     later = [*CHAT, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "and?"}]
-    assert body.read_tokens({"messages": later})[: len(first) + 5] == (
+    assert body.read_tokens({"messages": later}, 100)[: len(first) + 5] == (
         *first,
         *answer.encode("hello"),
     )
@@ -308,7 +308,7 @@ def test_a_chat_may_come_with_its_tokens() -> None:
 )
 def test_what_cannot_be_tokenised_names_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(body.BadBody) as caught:
-        body.read_tokens(fields)
+        body.read_tokens(fields, 100)
     assert caught.value.param == param
 
 
@@ -316,3 +316,34 @@ def test_what_cannot_be_tokenised_names_the_field(fields: dict[str, Any], param:
 def test_tokens_of_a_chat_that_cannot_be(ids: Any) -> None:
     with pytest.raises(body.BadBody):
         ask(chat=True, prompt_token_ids=ids)
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"prompt": "x" * 100}, "prompt"),
+        ({"prompt": "é" * 50}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 101}]}, "messages"),
+        ({"prompt": [5] * 101}, "prompt"),
+        ({"messages": CHAT, "prompt_token_ids": [5] * 101}, "messages"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenised(
+    fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> Any:
+        raise AssertionError("it was worked on")
+
+    monkeypatch.setattr(answer, "encode", never)
+    monkeypatch.setattr(body, "_tokens", never)
+    with pytest.raises(body.BadBody, match="maximum context length") as refused:
+        ask(chat="messages" in fields, raw=json.dumps({"model": "m", **fields}).encode())
+    assert (refused.value.status, refused.value.param) == (400, param)
+    if isinstance(fields.get("prompt", ""), str) and "prompt_token_ids" not in fields:
+        with pytest.raises(body.BadBody, match="maximum context length") as refused:
+            body.read_tokens(fields, 100)
+        assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_tokenize_takes_what_just_fits() -> None:
+    assert len(body.read_tokens({"prompt": "x" * 99}, 100)) == 99

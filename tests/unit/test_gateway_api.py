@@ -141,6 +141,48 @@ def test_the_longest_prompt_names_the_limit() -> None:
     play(story)
 
 
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"prompt": "x" * 65_537}, "prompt"),
+        ({"prompt": "x" * 20_000_000}, "prompt"),
+        ({"prompt": "é" * 32_769}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 40_000}] * 2}, "messages"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "x" * 40_000}] * 2}
+                ]
+            },
+            "messages",
+        ),
+        ({"prompt": [5] * 70_000}, "prompt"),
+    ],
+)
+def test_what_cannot_fit_is_refused_without_an_engine(fields: dict[str, Any], param: str) -> None:
+    async def story(world: World) -> None:
+        path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
+        got = await world.ask({"model": MODEL, **fields}, path=path)
+        assert (got.status, got.error["code"]) == (400, "context_length_exceeded")
+        assert got.error["param"] == param
+        assert "4096" in got.error["message"]
+        assert not any(engine.seen for engine in world.engines.values())
+
+    play(story)
+
+
+def test_text_within_the_bound_is_tokenised_and_the_bound_is_set() -> None:
+    async def story(world: World) -> None:
+        got = await world.ask({**GOOD, "prompt": "x" * 8192})
+        assert "8192" in got.error["message"]
+        assert sum(engine.tokenized for engine in world.engines.values()) == 1
+        got = await world.ask({**GOOD, "prompt": "x" * 8193})
+        assert "2 a token" in got.error["message"]
+        assert sum(engine.tokenized for engine in world.engines.values()) == 1
+
+    play(story, bounds=Bounds(prompt_bytes_per_token_max=2))
+
+
 def test_paths_and_methods() -> None:
     async def story(world: World) -> None:
         for path, method, status, code in [
@@ -160,7 +202,9 @@ def test_paths_and_methods() -> None:
 def test_sizes_are_bounded() -> None:
     async def story(world: World) -> None:
         got = await world.ask({**GOOD, "user": "x" * 5000})
-        assert (got.status, got.error["code"]) == (413, "body_too_large")
+        assert (got.status, got.error["code"]) == (413, "request_too_large")
+        assert "4096" in got.error["message"]
+        assert "--body-mib-max" in got.error["message"]
         got = await world.ask(GOOD, headers={"x-long": "y" * 3000})
         assert (got.status, got.error["code"]) == (431, "headers_too_large")
         got = await world.ask({**GOOD, "user": "x" * 5000}, headers={"content-length": "1"})
@@ -374,3 +418,19 @@ def test_start_mode_is_not_a_matter_of_the_gateway() -> None:
         assert (await world.ask(GOOD)).status == 200
 
     play(story, workers=eager)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_engine_that_finds_a_prompt_too_long_is_believed(chat: bool) -> None:
+    async def story(world: World) -> None:
+        for engine in world.engines.values():
+            engine.tokenize_status = 400
+            engine.tokenize_says = "This model's maximum context length is 4096 tokens."
+        fields = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        got = await world.ask({"model": MODEL, **fields}, path=path)
+        assert (got.status, got.error["code"]) == (400, "context_length_exceeded")
+        assert "4096" in got.error["message"]
+        assert not any(engine.calls() for engine in world.engines.values())
+
+    play(story)

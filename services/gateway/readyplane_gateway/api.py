@@ -250,7 +250,7 @@ class Api:
         bounds = self._gateway.bounds
         declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > bounds.body_bytes_max:
-            raise _Refused(_too_large(bounds.body_bytes_max))
+            raise _Refused(_too_large(int(declared), bounds.body_bytes_max))
         parts: list[bytes] = []
         size = 0
         try:
@@ -262,7 +262,7 @@ class Api:
                     part = message.get("body", b"")
                     size += len(part)
                     if size > bounds.body_bytes_max:
-                        raise _Refused(_too_large(bounds.body_bytes_max))
+                        raise _Refused(_too_large(size, bounds.body_bytes_max))
                     parts.append(part)
                     if not message.get("more_body", False):
                         break
@@ -359,6 +359,9 @@ def _wrong_method(right: str) -> Failure:
     return Failure(405, "invalid_request_error", "method_not_allowed", text)
 
 
-def _too_large(limit_bytes: int) -> Failure:
-    text = f"the body is larger than {limit_bytes} bytes: send a smaller one"
-    return Failure(413, "invalid_request_error", "body_too_large", text)
+def _too_large(size_bytes: int, limit_bytes: int) -> Failure:
+    text = (
+        f"the body has {size_bytes} bytes or more: send at most {limit_bytes} "
+        "(the gateway's --body-mib-max)"
+    )
+    return Failure(413, "invalid_request_error", "request_too_large", text)

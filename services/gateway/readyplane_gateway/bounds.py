@@ -19,7 +19,10 @@ class Bounds:
 
     Attributes:
         requests_max: requests in flight; the next one is refused with 429.
-        body_bytes_max: one request body. bodies_bytes_max: all bodies in flight together.
+        body_bytes_max: one request body; a modelled engine takes no more either.
+        bodies_bytes_max: all bodies in flight together.
+        prompt_bytes_per_token_max: text with more UTF-8 bytes than this times the model's limit in
+            tokens is refused unread: no engine is asked to tokenise what cannot fit.
         header_bytes_max: all headers of one request.
         body_s_max: a client sends its body within this.
         client_stall_s_max: a client takes a chunk within this, else it counts as gone.
@@ -39,8 +42,9 @@ class Bounds:
     """
 
     requests_max: int = 4096
-    body_bytes_max: int = 64 * 1024 * 1024
+    body_bytes_max: int = 32 * 1024 * 1024
     bodies_bytes_max: int = 512 * 1024 * 1024
+    prompt_bytes_per_token_max: int = 16
     header_bytes_max: int = 32 * 1024
     body_s_max: float = 60.0
     client_stall_s_max: float = 60.0

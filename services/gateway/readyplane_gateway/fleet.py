@@ -95,6 +95,11 @@ class FleetView:
             raise Refused(f"model {model}", facts.failures, "see the workers' start-up log")
         return facts
 
+    def limit_tokens(self, model: str) -> int | None:
+        """Largest prompt plus output of a model; None when not known."""
+        facts = self._models.get(model)
+        return None if facts is None else facts.max_model_len
+
     def knows(self, model: str) -> bool:
         """Whether it may be a metric's label."""
         return model in self._models or model in self._seen or model in self._published

@@ -114,6 +114,13 @@ class Ask:
             return len(self.text)
         return sum(len(str(message.get("content") or "")) for message in self.messages)
 
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the prompt, or of all text in the messages' contents together."""
+        if self.kind is Kind.COMPLETIONS:
+            return _utf8_bytes(self.text)
+        return sum(_content_bytes(message.get("content")) for message in self.messages)
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -291,6 +298,44 @@ def check_length(isl: int, max_tokens: int | None, limit_tokens: int) -> None:
             f"the model allows {limit_tokens} tokens of prompt and output together; the prompt has "
             f"{isl} and max_tokens is {max_tokens}: ask for at most {limit_tokens - isl}",
         )
+
+
+def check_size(ask: Ask, limit_tokens: int, bytes_per_token_max: int) -> None:
+    """Refuse, before anybody tokenises it, a prompt that cannot fit whatever its tokens are.
+
+    Args:
+        limit_tokens: prompt and output together. bytes_per_token_max: UTF-8 bytes that a token
+            covers at most on average.
+
+    Raises:
+        PromptTooLong: names the limit.
+    """
+    if ask.token_ids is not None:
+        check_length(len(ask.token_ids), ask.max_tokens, limit_tokens)
+        return
+    size, most = ask.text_bytes, limit_tokens * bytes_per_token_max
+    if size > most:
+        raise PromptTooLong(
+            "prompt" if ask.kind is Kind.COMPLETIONS else "messages",
+            size,
+            f"send at most {limit_tokens - 1} tokens",
+            f"the model allows {limit_tokens} tokens of prompt and output together, which is at "
+            f"most {most} bytes of text ({bytes_per_token_max} a token); the prompt has {size} "
+            f"bytes: shorten it to at most {limit_tokens - 1} tokens",
+        )
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _content_bytes(content: Any) -> int:
+    if isinstance(content, str):
+        return _utf8_bytes(content)
+    if not isinstance(content, list):
+        return 0
+    texts = (part.get("text") for part in content if isinstance(part, dict))
+    return sum(_utf8_bytes(text) for text in texts if isinstance(text, str))
 
 
 def _object(raw: bytes) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from readyplane_gateway.engine_http import Trouble
 from readyplane_gateway.fleet import FleetView, ModelFacts
 from readyplane_gateway.legs import Bodies, DecodeLeg, Handover, LegFailed, Legs
 from readyplane_gateway.metrics import Meters
-from readyplane_gateway.openai import Ask, Failure, check_length, failure_of
+from readyplane_gateway.openai import Ask, Failure, check_length, check_size, failure_of
 from readyplane_gateway.reporter import Booking, Reporter
 from readyplane_gateway.sse import SseScan
 from readyplane_gateway.tokens import ClientFault, Tokens
@@ -123,7 +123,8 @@ class Proxy:
         """
         facts = self._fleet.find(ask.model)
         call.stage = "tokenise"
-        urls = [w.serving.engine_url for w in facts.tokenisers if w.serving is not None]
+        self._check_size(ask, facts.max_model_len)
+        urls = _tokeniser_urls(facts, ask)
         token_ids = await self._tokens.of(ask, urls, facts.tokenizer)
         shape = self._shape(ask, call, facts, token_ids)
         call.stage = "route"
@@ -140,15 +141,21 @@ class Proxy:
 
     # ------------------------------------------------------------------ pairing
 
+    def _check_size(self, ask: Ask, limit_tokens: int | None) -> None:
+        """Raises PromptTooLong: it cannot fit, and no engine is to be held up by it."""
+        if limit_tokens is not None:
+            check_size(ask, limit_tokens, self._bounds.prompt_bytes_per_token_max)
+
     def _shape(
         self, ask: Ask, call: Call, facts: ModelFacts, token_ids: tuple[int, ...] | None
     ) -> RequestShape:
         if not token_ids:  # nobody is there who tokenises it: the router still counts the demand
             isl, packed = 1 + ask.characters // CHARACTERS_PER_TOKEN, b""
         else:
-            isl, packed = len(token_ids), pack_tokens(token_ids)
+            isl = len(token_ids)
             if facts.max_model_len is not None:
                 check_length(isl, ask.max_tokens, facts.max_model_len)
+            packed = pack_tokens(token_ids)
         return RequestShape(
             request_id=call.request_id,
             model=ask.model,
@@ -251,6 +258,7 @@ class Proxy:
     ) -> Failure | None:
         if token_ids is None:  # the pair is the first engine there is
             call.stage = "tokenise"
+            self._check_size(ask, self._fleet.limit_tokens(ask.model))  # known by now
             urls = [booking.pair.prefill.engine_url, booking.pair.decode.engine_url]
             token_ids = await self._tokens.of(ask, urls, "")
         bodies = Bodies.of(ask, token_ids)
@@ -517,3 +525,12 @@ def _detail(error: BaseException) -> str:
     if isinstance(error, ReadyplaneError):
         return failure_of(error).message
     return str(error) or type(error).__name__
+
+
+def _tokeniser_urls(facts: ModelFacts, ask: Ask) -> list[str]:
+    """Engines to ask for tokens: an engine refuses text beyond its own limit, so those that may
+    (their caches differ) come last; among the others the least busy first.
+    """
+    size = ask.text_bytes
+    serving = [w.serving for w in facts.tokenisers if w.serving is not None]
+    return [s.engine_url for s in sorted(serving, key=lambda s: -min(s.max_model_len, size))]

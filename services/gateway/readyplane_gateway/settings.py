@@ -24,6 +24,13 @@ class GatewaySettings(ServiceSettings):
     body_mib_max: int = Field(
         DEFAULTS.body_bytes_max // MEBIBYTE, ge=1, le=1024, description="largest request body, MiB"
     )
+    prompt_bytes_per_token_max: int = Field(
+        DEFAULTS.prompt_bytes_per_token_max,
+        ge=1,
+        le=4096,
+        description="text of more UTF-8 bytes than this x the model's token limit is refused "
+        "before an engine tokenises it",
+    )
     connections_max: int = Field(
         DEFAULTS.connections_max, ge=1, description="open requests to one worker"
     )
@@ -62,6 +69,7 @@ class GatewaySettings(ServiceSettings):
             requests_max=self.requests_max,
             body_bytes_max=self.body_mib_max * MEBIBYTE,
             bodies_bytes_max=max(DEFAULTS.bodies_bytes_max, 2 * self.body_mib_max * MEBIBYTE),
+            prompt_bytes_per_token_max=self.prompt_bytes_per_token_max,
             connections_max=self.connections_max,
             prefill_slack_s=self.prefill_slack_s,
             decode_first_s_max=self.decode_first_s_max,

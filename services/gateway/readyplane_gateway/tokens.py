@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -41,6 +42,8 @@ class _Answer(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Answer)
 # What `Tokens.of` gives for a prompt that the engines there do not tokenise for others.
 NOT_OFFERED: tuple[int, ...] = ()
+# How vLLM, and with it the modelled engine, says that a prompt is too long.
+TOO_LONG = "maximum context length"
 _NO_SUCH_PATH = frozenset({404, 405, 501})
 
 
@@ -107,6 +110,10 @@ class Tokens:
         with exchange:
             status = await exchange.head()
             answer = await exchange.whole(ANSWER_BYTES_MAX)
+        if status == 400:
+            failure = failure_of_engine(status, answer)
+            if TOO_LONG in failure.message:
+                raise ClientFault(replace(failure, code="context_length_exceeded", body=b""))
         # An engine may tokenise text alone; of a chat that is wrong, its prefill leg says so.
         if status in _NO_SUCH_PATH or (kind is Kind.CHAT and status == 400):
             return NOT_OFFERED

@@ -120,17 +120,11 @@ def read_ask(
     _refuse_unsupported(doc)
     for name, (low, high) in _RANGES.items():
         _number(doc, name, low, high)
-    prompt = _chat_prompt(doc) if chat else _prompt(doc)
+    prompt = _chat_prompt(doc, max_model_len) if chat else _prompt(doc, max_model_len)
     _check_prompt(prompt, vocab_size)
     limit = "max_completion_tokens" if doc.get("max_completion_tokens") is not None else ""
     limit = limit or "max_tokens"
     max_tokens = _whole(doc, limit, 1, 2**31)
-    if len(prompt) + 1 > max_model_len:
-        raise BadBody(
-            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
-            f"contains {len(prompt)} tokens. Shorten the prompt.",
-            "messages" if chat else "prompt",
-        )
     if max_tokens is not None and len(prompt) + max_tokens > max_model_len:
         raise BadBody(
             f"'{limit}' is too large: {max_tokens}. This model's maximum context length is "
@@ -165,8 +159,10 @@ def read_ask(
     )
 
 
-def read_tokens(doc: Mapping[str, Any]) -> tuple[int, ...]:
+def read_tokens(doc: Mapping[str, Any], max_model_len: int) -> tuple[int, ...]:
     """Tokens of a `/tokenize` body: of `messages` by the chat template, or of a `prompt`.
+
+    Too many are refused before they are made: the engine does nothing else meanwhile.
 
     Raises:
         BadBody: what is wrong, with the parameter's name.
@@ -176,10 +172,27 @@ def read_tokens(doc: Mapping[str, Any]) -> tuple[int, ...]:
     if ("messages" in doc) == ("prompt" in doc):
         raise BadBody("Give either a prompt or messages", "prompt")
     if "messages" in doc:
-        return tuple(answer.encode(_chat_text(doc)))
+        return _encode(_chat_text(doc), max_model_len, "messages")
     if not isinstance(doc["prompt"], str):
         raise BadBody("Give the prompt as text", "prompt")
-    return tuple(answer.encode(doc["prompt"]))
+    return _encode(doc["prompt"], max_model_len, "prompt")
+
+
+def _encode(text: str, max_model_len: int, param: str) -> tuple[int, ...]:
+    """A token is a byte, so that the length is known before there are tokens."""
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    _check_length(size, max_model_len, param)
+    return tuple(answer.encode(text))
+
+
+def _check_length(count: int, max_model_len: int, param: str) -> None:
+    """The answer wants one token at least."""
+    if count + 1 > max_model_len:
+        raise BadBody(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
+            f"contains {count} tokens. Shorten the prompt.",
+            param,
+        )
 
 
 def _refuse_unsupported(doc: Mapping[str, Any]) -> None:
@@ -207,20 +220,21 @@ def read_json(raw: bytes) -> dict[str, Any]:
     return doc
 
 
-def _prompt(doc: Mapping[str, Any]) -> tuple[int, ...]:
+def _prompt(doc: Mapping[str, Any], max_model_len: int) -> tuple[int, ...]:
     prompt = doc.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return tuple(answer.encode(prompt))
+        return _encode(prompt, max_model_len, "prompt")
     if isinstance(prompt, list):
         if not {str, list}.isdisjoint(map(type, prompt)):
             raise BadBody("Several prompts in one request are not supported; send one", "prompt")
+        _check_length(len(prompt), max_model_len, "prompt")
         return _tokens(prompt, "prompt")
     raise BadBody("Give the prompt as text or as a list of token ids", "prompt")
 
 
-def _chat_prompt(doc: Mapping[str, Any]) -> tuple[int, ...]:
+def _chat_prompt(doc: Mapping[str, Any], max_model_len: int) -> tuple[int, ...]:
     """Tokens of a chat: `prompt_token_ids` where the caller has them, else of its messages.
 
     The messages are checked all the same: what is refused does not depend on who tokenised.
@@ -228,9 +242,10 @@ def _chat_prompt(doc: Mapping[str, Any]) -> tuple[int, ...]:
     text = _chat_text(doc)
     given = doc.get("prompt_token_ids")
     if given is None:
-        return tuple(answer.encode(text))
+        return _encode(text, max_model_len, "messages")
     if not isinstance(given, list):
         raise BadBody("Give prompt_token_ids as a list of token ids", "prompt_token_ids")
+    _check_length(len(given), max_model_len, "messages")
     return _tokens(given, "prompt_token_ids")
 
 

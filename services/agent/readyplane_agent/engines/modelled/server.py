@@ -101,7 +101,7 @@ class EngineServer:
     def _tokenize(self, exchange: Exchange) -> None:
         doc = read_json(exchange.body)
         self._check_model(doc)
-        tokens = read_tokens(doc)
+        tokens = read_tokens(doc, self.config["max_model_len"])
         shown = doc.get("return_token_strs")
         exchange.reply_json(
             200,
