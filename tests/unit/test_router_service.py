@@ -66,6 +66,40 @@ async def all_free(world: World, router: RouterService) -> None:
 # --------------------------------------------------------------------------- requests
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ttft_s", -5.0),
+        ("ttft_s", 1e300),
+        ("ttft_s", float("nan")),
+        ("tpot_s", float("inf")),
+        ("tpot_s", -0.1),
+        ("output_tokens", 10**15),
+        ("output_tokens", -1),
+        ("cached_tokens", -1),
+        ("cached_tokens", 16_000_001),
+    ],
+)
+def test_an_impossible_fact_is_refused_by_name_and_its_batch_with_it(
+    name: str, value: float
+) -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        await fleet_of(world, router)
+        pair = await router.route(shape("r1"))
+        good = events(pair, EventKind.PREFILL_DONE, EventKind.FIRST_TOKEN, EventKind.FINISHED)
+        before = (await router.signals(MODEL)).models, await world.store.usage(MODEL)
+        bad = replace(good[2], **{name: value})  # type: ignore[arg-type]
+        with pytest.raises(InvalidField, match=name) as refused:
+            await router.complete([good[0], good[1], bad])
+        assert refused.value.field == f"events[2].{name}"
+        assert ((await router.signals(MODEL)).models, await world.store.usage(MODEL)) == before
+        assert await router.complete(good) == 0
+        await all_free(world, router)
+
+    on_virtual_time(main)
+
+
 def test_a_request_is_paired_reserved_and_given_back() -> None:
     async def main(world: World) -> None:
         router = await world.router()

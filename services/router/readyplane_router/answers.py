@@ -5,12 +5,13 @@ Owns the translation; decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from readyplane.core.errors import InvalidField, NoPair, Overloaded, ReadyplaneError
-from readyplane.core.work import RequestShape
+from readyplane.core.work import RequestEvent, RequestShape
 from readyplane.ports import End, LatencyWindow, ModelSignals, Pair
 from readyplane_router.bookings import Held
 from readyplane_router.desk import Desk
@@ -18,6 +19,8 @@ from readyplane_router.pair import Seat, Wait
 from readyplane_router.store import Side, Take, Use
 
 ISL_MAX = 16_000_000
+EVENT_TOKENS_MAX = 16_000_000
+EVENT_S_MAX = 86_400.0
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
@@ -38,6 +41,25 @@ def check_shape(shape: RequestShape) -> None:
         raise InvalidField("max_tokens", shape.max_tokens, f"give 1 to {ISL_MAX}, or nothing")
     if shape.slo is not None and not (shape.slo.ttft_s > 0 and shape.slo.tpot_s > 0):
         raise InvalidField("slo", str(shape.slo), "give times above 0")
+
+
+def check_events(events: Sequence[RequestEvent]) -> None:
+    """Refuse facts that cannot be, before any of their batch is applied.
+
+    Raises:
+        InvalidField: a time that is not finite and within a day, or a count out of its bounds.
+    """
+    for place, event in enumerate(events):
+        for name in ("ttft_s", "tpot_s"):
+            seconds = getattr(event, name)
+            if seconds is not None and not 0 <= seconds <= EVENT_S_MAX:  # NaN is neither
+                remedy = f"give finite seconds, 0 to {EVENT_S_MAX:g}, or nothing"
+                raise InvalidField(f"events[{place}].{name}", seconds, remedy)
+        for name in ("output_tokens", "cached_tokens"):
+            tokens = getattr(event, name)
+            if tokens is not None and not 0 <= tokens <= EVENT_TOKENS_MAX:
+                remedy = f"give 0 to {EVENT_TOKENS_MAX} tokens"
+                raise InvalidField(f"events[{place}].{name}", tokens, remedy)
 
 
 def take_of(held: Held, payload: str, ttl_s: float) -> Take:

@@ -35,6 +35,7 @@ from readyplane.ports import (
 )
 from readyplane_router.admission import Admission, Manifests
 from readyplane_router.answers import (
+    check_events,
     check_shape,
     end_of,
     ends_of,
@@ -243,6 +244,7 @@ class RouterService:
         return pair
 
     async def complete(self, events: Sequence[RequestEvent]) -> int:
+        check_events(events)
         now_s = self._clock.monotonic_s()
         unknown = 0
         owed: dict[str, Owed] = {}
