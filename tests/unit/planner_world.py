@@ -34,6 +34,7 @@ from readyplane_planner.service import PlannerService, Upkeep
 MODEL = "demo"
 DIGEST = "sha256:" + "a" * 64
 PROFILE = load("h200-slow10")
+FORMAT = KvFormat(DIGEST)
 WALL_S = 1_700_000_000.0
 
 
@@ -66,6 +67,8 @@ class Box:
     failed: bool = False
     leased: bool = True
     active: int = 0
+    kv: KvFormat = FORMAT
+    attached: bool = False
     ends_s: float | None = None
 
     @property
@@ -188,12 +191,13 @@ class World:
                 manifest_digest=order.manifest_digest,
                 scale_decision_id=order.scale_decision_id,
                 mode=order.mode,
+                attached=box.attached,
             ),
             epoch=1,
             state=box.state,
             serving=Serving(
                 engine_url="http://127.0.0.1:1",
-                kv=KvFormat(DIGEST),
+                kv=box.kv,
                 kv_total_blocks=59_000,
                 block_size=16,
                 max_model_len=131_072,

@@ -157,6 +157,10 @@ async def _planner(where: Where) -> AsyncIterator[Finding]:
             said = start.get("failure") or "has work and makes no progress"
             remedy = f"drain it: `readyplane drain {worker['worker_id']}`"
             yield Finding(AREA, f"worker {worker['worker_id']}", "warn", said, remedy)
+        elif worker.get("unpairable"):
+            remedy = "start or attach a worker of the other stage with this KV format, or drain it"
+            name = f"worker {worker['worker_id']}"
+            yield Finding(AREA, name, "warn", worker["unpairable"], remedy)
 
 
 def _pools(state: dict[str, Any]) -> str:

@@ -93,7 +93,7 @@ def state_document(
             for name in ("ttft", "tpot")
         },
         "counters": _counters(sample, seen.worker_seconds),
-        "workers": _workers(workers, seen.observation.allocations, decision),
+        "workers": _workers(workers, seen.observation, decision),
         "decisions": list(decisions),
         "forecast": {name: _forecast(decision.pool(name)) for name in POOLS},
     }
@@ -109,7 +109,9 @@ def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) 
     role, rate, observation = ROLE_OF[name], pool.worker_rate, seen.observation
     mine = [w for w in workers if w.role.serves(role) and w.state is not WorkerState.GONE]
     states = [w.state for w in mine]
-    ready = states.count(WorkerState.READY)
+    stranded = {w.worker_id for w in observation.workers if w.unpairable}
+    able = states.count(WorkerState.READY)
+    ready = able - sum(w.state is WorkerState.READY and w.offer.worker_id in stranded for w in mine)
     alive = {w.worker_id for w in mine}
     # The actuator also tells of capacity that runs but holds no lease yet (R1.1).
     unleased = sum(
@@ -118,7 +120,7 @@ def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) 
         if a.role.serves(role) and a.state == "running" and a.worker_id not in alive
     )
     leased = sum(1 for s in states if s in {WorkerState.PROVISIONED, WorkerState.STALLED})
-    provisioned = ready + leased + unleased
+    provisioned = able + leased + unleased
     usages = [
         w.load.kv_used_blocks / w.load.kv_total_blocks
         for w in mine
@@ -191,10 +193,15 @@ def _counters(sample: RouterSample | None, worker_seconds: Mapping[str, float]) 
 
 
 def _workers(
-    workers: Sequence[Worker], held: Sequence[Allocation], decision: Decision
+    workers: Sequence[Worker], observation: Observation, decision: Decision
 ) -> list[dict[str, Any]]:
     """Every worker the router knows, then what was ordered and is not known to it yet."""
+    held = observation.allocations
+    unpairable = {w.worker_id: w.unpairable for w in observation.workers}
     rows = [_worker(w, held) for w in sorted(workers, key=lambda w: w.worker_id)]
+    for row in rows:
+        if why := unpairable.get(row["worker_id"]):
+            row["unpairable"] = why
     known = {w.worker_id for w in workers}
     for allocation in held:
         if allocation.worker_id not in known and allocation.state in {"pending", "running"}:

@@ -53,7 +53,11 @@ def act(
 ) -> Acted:
     """Turn verdicts into orders, drains and releases, and remember them."""
     seen = [(c.digest, c.number) for p in pools for c in p.coming]
-    seen += [(w.manifest_digest, w.generation) for p in pools for w in (*p.ready, *p.draining)]
+    seen += [
+        (w.manifest_digest, w.generation)
+        for p in pools
+        for w in (*p.ready, *p.waiting, *p.draining)
+    ]
     memory = replace(
         memory, generation=rollout.advance(memory.generation, plan.manifest_digest, seen)
     )
@@ -94,6 +98,10 @@ def _rolling(
         *(
             rollout.Member(w.worker_id, w.manifest_digest, w.generation, True, w.attached)
             for w in pool.ready
+        ),
+        *(
+            rollout.Member(w.worker_id, w.manifest_digest, w.generation, False)
+            for w in pool.waiting
         ),
         *(rollout.Member(c.worker_id, c.digest, c.number, False, c.attached) for c in pool.coming),
     ]
@@ -165,8 +173,12 @@ def _give_up(
         why = f"cancelled after {item.age_s:.1f} s: it is needed no more"
         acted.releases.append(Release(item.worker_id, pool.name, why))
     digest = plan.manifest_digest
-    ready = victims.from_ready(
-        pool.ready, count - len(coming), digest=digest, min_ready_s=plan.min_ready_s
+    left = count - len(coming)
+    waiting = pool.waiting
+    ready = victims.from_ready(waiting, left, digest=digest, min_ready_s=plan.min_ready_s)
+    # Nobody who serves is drained as long as one who serves nobody is counted.
+    ready += victims.from_ready(
+        pool.ready, max(0, left - len(waiting)), digest=digest, min_ready_s=plan.min_ready_s
     )
     given_up = len(coming) + len(ready)
     ready += [w for w in pool.ready if w.worker_id in set(retire) and w not in ready]
@@ -190,7 +202,7 @@ def _remember(
 ) -> Memory:
     """Close orders that came, failed or were given up; follow drains until they are gone."""
     memory = acted.memory
-    ready = {w.worker_id for p in pools for w in p.ready}
+    ready = {w.worker_id for p in pools for w in (*p.ready, *p.unpairable)}
     lost = {w for p in pools for w in p.failed} | {c.worker_id for p in pools for c in p.overdue}
     lost |= {r.worker_id for r in acted.releases}
     alive = {w.worker_id for w in observation.workers}

@@ -20,6 +20,8 @@ from readyplane_planner.guard import Counts, Verdict
 from readyplane_planner.optimise import Bounds, Demand, Optimiser, Problem, Proposal
 from readyplane_planner.signals import Kind, Observation
 
+UNPAIRABLE_SAID_MAX = 5
+
 
 def decide(
     observation: Observation,
@@ -120,6 +122,10 @@ def _facts(observation: Observation, plan: Plan, pools: Both, memory: Memory) ->
         said.append(Reason("idle", "no arrivals and nothing in flight"))
     for pool in pools:
         said.extend(
+            Reason("unpairable", f"{w.worker_id} is not counted: {w.unpairable}", pool.name)
+            for w in pool.unpairable[:UNPAIRABLE_SAID_MAX]
+        )
+        said.extend(
             Reason("refused", f"{r.worker_id}: {r.reason}", pool.name)
             for r in observation.refused
             if r.pool == pool.name
@@ -132,7 +138,7 @@ def _facts(observation: Observation, plan: Plan, pools: Both, memory: Memory) ->
             if worker_id not in refused
         )
         desired = memory.guard(pool.name).desired
-        live = len(pool.ready) + len(pool.coming)
+        live = pool.live
         lost = len(pool.failed) + len(pool.overdue)
         if desired is not None and live != desired and not lost and observation.fleet_known:
             text = f"desired {desired}, observed {live} ready or on their way"
@@ -191,7 +197,7 @@ def _propose(
         proposal = optimiser(problem)
     except Exception as error:  # noqa: BLE001 - whatever an optimiser does, the guard goes on
         said.append(Reason("optimiser_failed", f"{type(error).__name__}: {error}"))
-        live_p, live_d = (len(p.ready) + len(p.coming) for p in pools)
+        live_p, live_d = (p.live for p in pools)
         p = guard.fallback(live=live_p, load=seen.load_p.value, limits=plan.prefill.limits)
         d = guard.fallback(live=live_d, load=seen.load_d.value, limits=plan.decode.limits)
         kept = Proposal(p, d, max(p, live_p), max(d, live_d))

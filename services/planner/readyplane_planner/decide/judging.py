@@ -40,7 +40,8 @@ def _without_surge(counts: Counts, pool: Pool, plan: Plan, memory: Memory) -> Co
     """A roll-out's extra workers stand beside the target and must not become it."""
     desired = memory.guard(pool.name).desired
     current = memory.generation.digest
-    digests = [w.manifest_digest for w in pool.ready] + [c.digest for c in pool.coming]
+    digests = [w.manifest_digest for w in (*pool.ready, *pool.waiting)]
+    digests += [c.digest for c in pool.coming]
     rolling = bool(current) and any(digest and digest != current for digest in digests)
     if not rolling or desired is None:
         return counts

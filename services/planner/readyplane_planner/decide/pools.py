@@ -35,6 +35,7 @@ class Pool:
 
     name: str
     ready: list[WorkerView] = field(default_factory=list)
+    unpairable: list[WorkerView] = field(default_factory=list)
     coming: list[Coming] = field(default_factory=list)
     draining: list[WorkerView] = field(default_factory=list)
     stalled: list[WorkerView] = field(default_factory=list)
@@ -44,11 +45,21 @@ class Pool:
     suspects: list[str] = field(default_factory=list)
     became_ready: int = 0
 
+    @property
+    def waiting(self) -> list[WorkerView]:
+        """Own workers that wait for a partner: no supply, yet not to be ordered a second time."""
+        return [w for w in self.unpairable if not w.attached]
+
+    @property
+    def live(self) -> int:
+        """Workers that serve or will: ready, on their way, or waiting for a partner."""
+        return len(self.ready) + len(self.coming) + len(self.waiting)
+
     def counts(self, *, backlog: bool, breach: bool) -> Counts:
         """In the guard's words."""
         return Counts(
             ready=len(self.ready),
-            pending=len(self.coming),
+            pending=len(self.coming) + len(self.waiting),
             draining=len(self.draining) + len(self.stalled),
             expired=len(self.overdue),
             backlog=backlog,
@@ -150,7 +161,7 @@ def _place(pool: Pool, worker: WorkerView, allocation: Allocation | None, view: 
             pool.releases.append(Release(worker.worker_id, pool.name, text))
         return
     if worker.state is WorkerState.READY:
-        pool.ready.append(worker)
+        (pool.unpairable if worker.unpairable else pool.ready).append(worker)
         return
     if worker.state is WorkerState.STALLED:
         pool.stalled.append(worker)

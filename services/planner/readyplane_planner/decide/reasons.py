@@ -40,7 +40,16 @@ RULES = (
     "hold_idle",
     "cooldown_down",
 )
-FACTS = ("start_failed", "refused", "overdue", "drift", "idle", "bad_value", "actual_unknown")
+FACTS = (
+    "unpairable",
+    "start_failed",
+    "refused",
+    "overdue",
+    "drift",
+    "idle",
+    "bad_value",
+    "actual_unknown",
+)
 PLENTY = 1000.0
 
 

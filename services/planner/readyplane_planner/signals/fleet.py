@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from readyplane.core.identity import FieldDifference, KvFormat, compatible
 from readyplane.core.worker import Role, Worker, WorkerState
 from readyplane_planner.signals.values import RouterSample, WorkerView
 
@@ -24,11 +25,50 @@ def workers(
         (t for w in living for t in (w.renewed_s, w.ready_s, w.draining_s) if t is not None),
         default=0.0,
     )
-    views = tuple(_view(w, before.get(w.key), router_now_s) for w in living)
+    unpairable = stranded(living)
+    views = tuple(
+        _view(w, before.get(w.key), router_now_s, unpairable.get(w.offer.worker_id, ""))
+        for w in living
+    )
     return views, len(before.keys() - {w.key for w in living})
 
 
-def _view(worker: Worker, before: Worker | None, router_now_s: float) -> WorkerView:
+def stranded(workers: Sequence[Worker]) -> dict[str, str]:
+    """Ready workers that no ready worker of the other stage can exchange KV with, and why.
+
+    Nobody is stranded while the other stage has nobody ready. Where not one pair of the two stages
+    fits, only attached engines are: the planner's own workers are what new ones will fit.
+    """
+    ready: dict[Role, list[tuple[Worker, KvFormat]]] = {Role.PREFILL: [], Role.DECODE: []}
+    for worker in workers:
+        if worker.state is WorkerState.READY and worker.serving is not None:
+            for stage, members in ready.items():
+                if worker.offer.role.serves(stage):
+                    members.append((worker, worker.serving.kv))
+    formats = {stage: {kv for _w, kv in members} for stage, members in ready.items()}
+    some_fit = bool(formats[Role.PREFILL] & formats[Role.DECODE])
+    found: dict[str, str] = {}
+    for stage, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+        if not formats[other]:
+            continue
+        for worker, kv in ready[stage]:
+            if kv not in formats[other] and (some_fit or worker.offer.attached):
+                nearest = min(
+                    (compatible(kv, partner) for partner in formats[other]),
+                    key=lambda differing: (len(differing), str(differing)),
+                )
+                found[worker.offer.worker_id] = _differing(nearest, other)
+    return found
+
+
+def _differing(differing: Sequence[FieldDifference], other: Role) -> str:
+    fields = ", ".join(f"{d.field} {d.left} against {d.right}" for d in differing)
+    return f"its KV fits no ready {other} worker: {fields}"
+
+
+def _view(
+    worker: Worker, before: Worker | None, router_now_s: float, unpairable: str
+) -> WorkerView:
     load = worker.load
     total, used = load.kv_total_blocks, load.kv_used_blocks
     usage = used / total if used is not None and total else None
@@ -68,6 +108,7 @@ def _view(worker: Worker, before: Worker | None, router_now_s: float) -> WorkerV
         decode_rate=pace.decode_rate,
         kv_tokens=kv_tokens,
         failure=worker.progress.failure if worker.progress is not None else "",
+        unpairable=unpairable,
     )
 
 

@@ -123,6 +123,8 @@ class WorkerView:
             would just have lasted until now, so that well below it the worker was never idle.
         iteration_s: measured while it ran.
         decode_rate: output tokens/s since its last report.
+        unpairable: why no ready worker of the other stage can exchange KV with it; empty when one
+            can, or when there is none to judge by.
     """
 
     worker_id: str
@@ -152,6 +154,7 @@ class WorkerView:
     decode_rate: float | None = None
     kv_tokens: float | None = None
     failure: str = ""
+    unpairable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
