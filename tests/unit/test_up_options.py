@@ -21,12 +21,12 @@ from readyplane_lab.up.address_book import (
 )
 from readyplane_lab.up.options import UpOptions, merge, read_policy
 from readyplane_lab.up.pids import start_mark
+from readyplane_lab.up.run import make_workload
 
 
 @pytest.mark.parametrize(
     "options, where",
     [
-        ({"quick": True, "load": False}, "--quick"),
         ({"report_file": Path("/nope/x.json")}, "--report"),
         ({"report_file": Path("/")}, "--report"),
         ({"speed": float("nan")}, "--speed"),
@@ -41,6 +41,11 @@ from readyplane_lab.up.pids import start_mark
 def test_what_cannot_work_is_refused_by_name(options: dict[str, Any], where: str) -> None:
     with pytest.raises(InvalidField, match=where):
         UpOptions(**options)
+
+
+def test_a_self_check_without_traffic_is_refused() -> None:
+    with pytest.raises(InvalidField, match="--quick"):
+        make_workload(UpOptions(quick=True, load=False))
 
 
 def test_a_policy_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:

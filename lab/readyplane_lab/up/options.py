@@ -66,8 +66,6 @@ class UpOptions:
             value = getattr(self, name)
             if not 0 <= value <= 65535:
                 raise InvalidField(f"--{name.replace('_', '-')}", value, "give 0 to 65535")
-        if self.quick and not self.load:
-            raise InvalidField("--quick", True, "leave out --no-load: the self-check needs traffic")
         if self.report_file is not None:
             _check_report(self.report_file)
         if self.trace is not None and not self.load:

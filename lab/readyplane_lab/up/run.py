@@ -91,8 +91,10 @@ def make_workload(options: UpOptions) -> Workload:
     """Read or draw the workload; nothing has been started when this refuses.
 
     Raises:
-        InvalidField: a trace that cannot be read.
+        InvalidField: a trace that cannot be read, or a self-check without traffic.
     """
+    if options.quick and not options.load:
+        raise InvalidField("--quick", True, "leave out --no-load: the self-check needs traffic")
     if not options.load:
         return Workload("no traffic (--no-load)", ())
     if options.trace is not None:
