@@ -78,8 +78,8 @@ def replay(
         raise InvalidField("--seed", seed, "give 0 or more")
     check_writable(out)
     from readyplane.kit.clock import SystemClock
-    from readyplane_lab.cli.demo_policy import demo_policy
     from readyplane_lab.simulator.replay import Replay, run_replay, write_replay
+    from readyplane_lab.up.demo_policy import demo_policy
 
     wanted = demo_policy(policy)
     name, requests = _workload(trace, rate or RATE_RPS, duration, limit, seed)

@@ -144,7 +144,7 @@ def up(
     if log_level.lower() not in LEVELS:
         raise InvalidField("--log-level", log_level, "write one of " + ", ".join(LEVELS))
     if policy is not None:
-        from readyplane_lab.cli.demo_policy import demo_policy
+        from readyplane_lab.up.demo_policy import demo_policy
 
         demo_policy(policy, quick=quick)  # refused here, before a store or service is started
     from readyplane_lab.up.options import UpOptions

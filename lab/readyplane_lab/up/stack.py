@@ -20,15 +20,16 @@ from readyplane import profiles
 from readyplane.client import RegistryClient
 from readyplane.core.errors import InvalidField, NotFound
 from readyplane.kit.clock import Clock
-from readyplane_lab.demo import DEMO_POLICY, MODEL, MODEL_TAG, QUICK_POLICY
+from readyplane_lab.demo import MODEL, MODEL_TAG
 from readyplane_lab.up import actuator_rpc
 from readyplane_lab.up.actuator import LocalActuator, WorkerPlace
 from readyplane_lab.up.address_book import AddressBook, remove_book, write_book
 from readyplane_lab.up.demo_model import DemoModel, make_demo_model
+from readyplane_lab.up.demo_policy import demo_policy
 from readyplane_lab.up.folder import DataFolder, sweep_abandoned
 from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.model import publish_model
-from readyplane_lab.up.options import UpOptions, merge, read_policy
+from readyplane_lab.up.options import UpOptions
 from readyplane_lab.up.pids import start_mark
 from readyplane_lab.up.processes import ProcessTable
 from readyplane_lab.up.services import Services
@@ -80,7 +81,7 @@ async def running_stack(
         (options.gateway_port, "--gateway-port"),
     ):
         _check_port(port, name)
-    policy = _policy(options)
+    policy = demo_policy(options.policy_file, quick=options.quick)
     async with AsyncExitStack() as rooms:
         for path in await sweep_abandoned():
             say(f"removed what a killed run left in {path}")
@@ -241,15 +242,6 @@ def _environment(options: UpOptions, stores: Stores, token: str) -> dict[str, st
         "READYPLANE_OTLP_ENDPOINT": options.otlp_endpoint,
         "READYPLANE_LOG_LEVEL": options.log_level,
     }
-
-
-def _policy(options: UpOptions) -> dict[str, Any]:
-    policy = dict(DEMO_POLICY)
-    if options.quick:
-        policy = merge(policy, dict(QUICK_POLICY))
-    if options.policy_file is not None:
-        policy = merge(policy, read_policy(options.policy_file))
-    return policy
 
 
 def _policy_flags(options: UpOptions) -> tuple[str, ...]:
