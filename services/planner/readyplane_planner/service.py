@@ -21,6 +21,7 @@ from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Router
 from readyplane_planner.actuators import ADVISORY, Hand, refusals
 from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Drain, Memory, Plan, decide
+from readyplane_planner.decide.follow import Brain
 from readyplane_planner.explain import explanation
 from readyplane_planner.journal import (
     Inputs,
@@ -87,6 +88,7 @@ class PlannerService:
         registry: resolves the policy's manifest; None when the policy names a digest.
         make_id: unique text for decisions, a handful of letters and digits; deterministic in the
             simulator.
+        brain: plans; another one stands in where planners are compared.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class PlannerService:
         make_id: Callable[[], str],
         metrics: PlannerMetrics | None = None,
         upkeep: Upkeep | None = None,
+        brain: Brain = decide,
     ) -> None:
         self._policy = policy
+        self._brain = brain
         self._version = 0
         self._profiles = pool_profiles(policy)
         self._digest = ""
@@ -213,7 +217,9 @@ class PlannerService:
         )
         decision_id = f"d{round(wall_s)}-{self._make_id()}"
         before = self._memory
-        decision, memory = decide(observation, plan, before, now_s=now_s, decision_id=decision_id)
+        decision, memory = self._brain(
+            observation, plan, before, now_s=now_s, decision_id=decision_id
+        )
         self._memory = memory
         inputs = Inputs(observation, plan, before, now_s, decision_id)
         if leading:

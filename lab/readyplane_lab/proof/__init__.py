@@ -1,0 +1,1 @@
+"""Proof: baselines, bounds and scenarios, compared with the planner at equal attainment."""

@@ -1,0 +1,170 @@
+"""Targets from elsewhere become a Decision: what any other brain needs to stand in for `decide`.
+
+A brain that only knows how many workers it wants (a baseline, a plan worked out in hindsight) gets
+from here what every brain shares: the census of what is really there, pending capacity counted,
+orders, cancelled starts, victims and drains. No guard and no optimiser: only bounds and budget, so
+that a foreign rule is compared as published and not as ours would have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from readyplane_planner import guard
+from readyplane_planner.capacity import Load
+from readyplane_planner.decide import acting
+from readyplane_planner.decide.pools import Pool, census, eta_s
+from readyplane_planner.decide.values import (
+    POOLS,
+    Decision,
+    Memory,
+    Plan,
+    PoolDecision,
+    Reason,
+)
+from readyplane_planner.forecast import Forecast
+from readyplane_planner.guard import Counts, Verdict
+from readyplane_planner.signals import Observation
+
+UNKNOWN_LOAD = Load(None, None, None, None, None)
+
+
+class Brain(Protocol):
+    """What plans: `decide`, or whatever is to be compared with it."""
+
+    def __call__(
+        self,
+        observation: Observation,
+        plan: Plan,
+        memory: Memory,
+        *,
+        now_s: float,
+        decision_id: str,
+    ) -> tuple[Decision, Memory]:
+        """The decision of one tick, and the memory for the next."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Workers wanted of each pool, pending ones included; None leaves the pool as it is."""
+
+    prefill: int | None
+    decode: int | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCount:
+    """One pool as a foreign rule sees it; workers.
+
+    Attributes:
+        ready: serve now. pending: ordered and expected. draining: serve out what they hold.
+    """
+
+    ready: int
+    pending: int
+    draining: int
+
+    @property
+    def live(self) -> int:
+        """Ready and pending."""
+        return self.ready + self.pending
+
+
+def count_pools(
+    observation: Observation, plan: Plan, memory: Memory, *, now_s: float
+) -> Mapping[str, PoolCount]:
+    """By pool name, from the same census that `follow` acts on."""
+    found = (census(name, observation, plan, memory, now_s=now_s) for name in POOLS)
+    return {
+        pool.name: PoolCount(
+            len(pool.ready), len(pool.coming) + len(pool.waiting), len(pool.draining)
+        )
+        for pool in found
+    }
+
+
+def follow(
+    targets: Targets,
+    observation: Observation,
+    plan: Plan,
+    memory: Memory,
+    *,
+    now_s: float,
+    decision_id: str,
+) -> tuple[Decision, Memory]:
+    """Move both pools to the targets, within the plan's bounds and budget.
+
+    Args:
+        targets: of this tick. plan: bounds, budget, artifact and victims' rules.
+        now_s: planner's monotonic clock. decision_id: becomes part of every new worker's name.
+    """
+    pools = (
+        census("prefill", observation, plan, memory, now_s=now_s),
+        census("decode", observation, plan, memory, now_s=now_s),
+    )
+    counts = (_counts(pools[0]), _counts(pools[1]))
+    wanted = (targets.prefill, targets.decode)
+    limits = (plan.prefill.limits, plan.decode.limits)
+    bounded = [
+        _verdict(pool.live if want is None else min(limit.high, max(limit.low, want)), pool)
+        for want, pool, limit in zip(wanted, pools, limits, strict=True)
+    ]
+    verdicts = guard.budgeted((bounded[0], bounded[1]), counts, limits, plan.budget_gpus)
+    said = [Reason("followed", targets.why or "targets from elsewhere")]
+    for name, verdict in zip(POOLS, verdicts, strict=True):
+        said.extend(Reason(code, text, name) for code, text in verdict.reasons)
+    before = [memory.guard(name).desired for name in POOLS]
+    acted = acting.act(observation, plan, memory, pools, verdicts, said, decision_id, now_s=now_s)
+    after = [
+        replace(acted.memory.guard(name), desired=verdict.target)
+        for name, verdict in zip(POOLS, acted.verdicts, strict=True)
+    ]
+    memory = replace(acted.memory, guard_p=after[0], guard_d=after[1], last_s=now_s)
+    both = [
+        PoolDecision(
+            before=count.live if was is None else was,
+            target=verdict.target,
+            wanted=want,
+            keep=want,
+            counts=count,
+            load=UNKNOWN_LOAD,
+            forecast=Forecast(0.0, 0.0, 0.0, 0.0, 0.0),
+            worker_rate=0.0,
+            correction=1.0,
+            t_ready=observation.t_ready[pool.name],
+            etas_s=tuple(
+                sorted(
+                    eta_s(c.age_s, observation.t_ready[pool.name], late=False) for c in pool.coming
+                )
+            ),
+        )
+        for was, want, count, verdict, pool in zip(
+            before, wanted, counts, acted.verdicts, pools, strict=True
+        )
+    ]
+    decision = Decision(
+        decision_id=decision_id,
+        model=plan.model,
+        at_s=now_s,
+        policy_version=plan.version,
+        policy_digest=plan.digest,
+        prefill=both[0],
+        decode=both[1],
+        orders=tuple(acted.orders),
+        drains=tuple(acted.drains),
+        releases=tuple(acted.releases),
+        why=tuple(said),
+    )
+    return decision, memory
+
+
+def _counts(pool: Pool) -> Counts:
+    return pool.counts(backlog=False, breach=False)
+
+
+def _verdict(target: int, pool: Pool) -> Verdict:
+    return Verdict(target, grow=max(0, target - pool.live), shrink=max(0, pool.live - target))
