@@ -92,6 +92,10 @@ def error_to_status(error: ReadyplaneError) -> status_pb2.Status:
     return status
 
 
+# What gRPC itself says, as INTERNAL, when the connection goes away just as a call begins or runs.
+CONNECTION_LOST = ("Internal error from Core", "RST_STREAM")
+
+
 def error_from_rpc(
     error: grpc.RpcError, *, service: str = "", address: str = ""
 ) -> ReadyplaneError:
@@ -117,6 +121,8 @@ def error_from_rpc(
         return Unavailable(f"{where} did not answer in time ({text})", "ask again, or later")
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return Unauthenticated()
+    if code is grpc.StatusCode.INTERNAL and any(mark in text for mark in CONNECTION_LOST):
+        return Unavailable(f"{where} closed the connection under the call ({text})", "ask again")
     return ReadyplaneError(f"{where} answered {code.name}: {text}")
 
 

@@ -117,6 +117,8 @@ def test_a_long_error_still_fits_into_trailers(error: ReadyplaneError) -> None:
 FOREIGN: list[tuple[grpc.aio.AioRpcError, type[ReadyplaneError], str]] = [
     (rpc_error(C.UNAVAILABLE, "connection refused"), tree.Unavailable, "connection refused"),
     (rpc_error(C.DEADLINE_EXCEEDED, "late"), tree.Unavailable, "in time"),
+    (rpc_error(C.INTERNAL, "Internal error from Core"), tree.Unavailable, "closed the connection"),
+    (rpc_error(C.INTERNAL, "Exception serializing"), tree.ReadyplaneError, "answered INTERNAL"),
     (rpc_error(C.CANCELLED, "gone"), tree.Unavailable, "gone"),
     (rpc_error(C.UNAUTHENTICATED, "no"), tree.Unauthenticated, "Bearer"),
     (rpc_error(C.INTERNAL, "error_id ab12"), ReadyplaneError, "error_id ab12"),
