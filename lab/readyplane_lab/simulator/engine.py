@@ -7,7 +7,8 @@ time, at the model's next event.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from readyplane.core.profile import ClassProfile
@@ -50,6 +51,19 @@ class Leg:
 
 
 @dataclass(slots=True)
+class Tally:
+    """Tokens by what the engine's events said, so that its own counters can be checked.
+
+    Attributes:
+        prompt, cached: of prompts that were prefilled here. output: of everything that ended.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+@dataclass(slots=True)
 class _Told:
     """KV events since they were last fetched, bounded; beyond the bound the worker starts over."""
 
@@ -68,12 +82,17 @@ class SimEngine:
         )
         self.profile = profile
         self.dead = ""
+        self.tally = Tally()
+        self.on_busy: Callable[[float, float], None] | None = None  # told of each span of work
         self._clock = clock
         self._legs: dict[str, Leg] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._told = _Told()
         self._on_idle: list[asyncio.Future[None]] = []
+        self._busy_since_s: float | None = None
+        self._stalled_s: float | None = None
+        self._lag_s = 0.0
 
     def submit(self, request: EngineRequest) -> Leg:
         """Queue a request.
@@ -86,29 +105,47 @@ class SimEngine:
         loop = asyncio.get_running_loop()
         leg = Leg(request, loop.create_future(), loop.create_future(), loop.create_future())
         self._legs[request.request_id] = leg
-        self.model.submit(request, self._clock.monotonic_s())
+        if self._busy_since_s is None:
+            self._busy_since_s = self._clock.monotonic_s()
+        self.model.submit(request, self._now_s())
         self._pump()
         return leg
 
     def abort(self, request_id: str) -> None:
         """Drop a request, running or held."""
         if not self.dead:
-            self.model.abort(request_id, self._clock.monotonic_s())
+            self.model.abort(request_id, self._now_s())
             self._pump()
 
     def kv_pulled(self, request_id: str) -> bool:
         """The reader has taken a held KV; False when it is gone."""
         if self.dead:
             return False
-        pulled = self.model.kv_pulled(request_id, self._clock.monotonic_s())
+        pulled = self.model.kv_pulled(request_id, self._now_s())
         self._pump()
         return pulled
 
     def kv_arrived(self, request_id: str) -> None:
         """The KV of a D leg is there."""
         if not self.dead:
-            self.model.kv_arrived(request_id, self._clock.monotonic_s())
+            self.model.kv_arrived(request_id, self._now_s())
             self._pump()
+
+    def stall(self) -> None:
+        """Nothing goes on in it until `resume`, though it still takes requests."""
+        if self._stalled_s is None:
+            self._pump()
+            self._stalled_s = self._clock.monotonic_s()
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def resume(self) -> None:
+        """It goes on where it stood still."""
+        if self._stalled_s is not None:
+            self._lag_s += self._clock.monotonic_s() - self._stalled_s
+            self._stalled_s, self._timer, self._timer_at = None, None, float("inf")
+            if not self.dead:
+                self._pump()
 
     def kill(self, why: str) -> None:
         """The engine is gone: every open leg fails, nothing is answered any more."""
@@ -152,12 +189,17 @@ class SimEngine:
 
     # ------------------------------------------------------------------ inside
 
+    def _now_s(self) -> float:
+        """The model's time: it stands still while the engine is stalled, and lags ever after."""
+        now_s = self._clock.monotonic_s() if self._stalled_s is None else self._stalled_s
+        return now_s - self._lag_s
+
     def _pump(self, due_s: float | None = None) -> None:
         """Handle what is due and set the timer to what comes next.
 
         `due_s`: a timer that is over; the loop may stand a rounding error before it.
         """
-        now_s = self._clock.monotonic_s()
+        now_s = self._now_s()
         if due_s is not None and due_s > now_s:
             now_s = due_s
         model = self.model
@@ -173,10 +215,12 @@ class SimEngine:
             self._set_timer(due_s)
 
     def _set_timer(self, due_s: float) -> None:
+        if self._stalled_s is not None:
+            return
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = due_s
-        self._timer = asyncio.get_running_loop().call_at(due_s, self._due)
+        self._timer = asyncio.get_running_loop().call_at(due_s + self._lag_s, self._due)
 
     def _due(self) -> None:
         due_s, self._timer, self._timer_at = self._timer_at, None, float("inf")
@@ -191,18 +235,23 @@ class SimEngine:
             case KvCleared():
                 self._note(KvEvent("cleared"))
             case TokensEmitted(request_id=request_id, at_s=at_s):
-                _set(self._legs, request_id, "first_token", at_s)
+                _set(self._legs, request_id, "first_token", at_s + self._lag_s)
             case KvWanted(request_id=request_id):
                 _set(self._legs, request_id, "kv_wanted", event)
             case PrefillDone(request_id=request_id, cached_tokens=cached):
                 if (leg := self._legs.get(request_id)) is not None:
                     leg.cached_tokens = cached
+                    self.tally.prompt += leg.request.prompt_tokens
+                    self.tally.cached += cached
             case Finished():
                 self._ended(event)
             case KvExpired():
                 self._tell_idle()
 
     def _ended(self, event: Finished) -> None:
+        self.tally.output += event.output_tokens
+        if self._lag_s:
+            event = replace(event, at_s=event.at_s + self._lag_s)
         _set(self._legs, event.request_id, "finished", event)
         leg = self._legs.pop(event.request_id, None)
         if leg is not None and event.reason in ("abort", "error"):
@@ -216,6 +265,10 @@ class SimEngine:
             self._told = _Told([KvEvent("cleared")])
 
     def _tell_idle(self) -> None:
+        if self._busy_since_s is not None and (self.dead or self.model.is_idle()):
+            if self.on_busy is not None:
+                self.on_busy(self._busy_since_s, self._clock.monotonic_s())
+            self._busy_since_s = None
         if self._on_idle and (self.dead or self.model.is_idle()):
             waiting, self._on_idle = self._on_idle, []
             for future in waiting:

@@ -63,6 +63,7 @@ class SimGateway:
         link: LinkClass,
         kv_bytes_per_token: int,
         clock: Clock,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.records: list[Record] = []
         self.open = 0
@@ -73,6 +74,7 @@ class SimGateway:
         self._link = link
         self._kv_bytes_per_token = kv_bytes_per_token
         self._clock = clock
+        self._block_size = block_size
         self._links = _Links()
 
     async def serve(self, request: WorkloadRequest) -> None:
@@ -83,7 +85,7 @@ class SimGateway:
             request_id=f"r{request.index}",
             model=self._model,
             isl=request.isl,
-            block_hashes=prompt_hashes(request, BLOCK_SIZE),
+            block_hashes=prompt_hashes(request, self._block_size),
             max_tokens=max(MAX_TOKENS_BOUND, request.osl),
             priority=request.priority,
             tenant=request.tenant,
