@@ -18,6 +18,7 @@ FIRST_TOKEN = 3
 TOKEN_KINDS = 256
 _STREAM_TOKENS = 2048
 _SEED_BITS = 2**63 - 1
+_BLOCKS_BITS = 32  # no stream has more blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +84,15 @@ def prompt_hashes(request: WorkloadRequest, block_size: int) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _run_hashes(run: tuple[int, int], offset: int, blocks: int, block_size: int) -> list[int]:
-    """Hashes of blocks of one stream that follow each other: one-to-one with their offsets."""
-    key = xxhash.xxh3_64_intdigest(b"%d:%d" % run)
-    x = np.arange(offset, offset + blocks * block_size, block_size, dtype=np.uint64)
-    x += np.uint64(key)
-    x *= np.uint64(0x9E3779B97F4A7C15)
-    x ^= x >> np.uint64(29)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(32)
-    hashes: list[int] = x.tolist()
-    return hashes
+def _run_hashes(run: tuple[int, int], offset: int, blocks: int, block_size: int) -> range:
+    """Hashes of blocks of one stream that follow each other: one-to-one with their offsets.
+
+    They count up from a drawn place among 2**63, so that blocks which are used together lie
+    together in any table of them.
+    """
+    key = xxhash.xxh3_64_intdigest(b"%d:%d" % run) >> 1
+    first = key + (offset % block_size << _BLOCKS_BITS) + offset // block_size
+    return range(first, first + blocks)
 
 
 def _shared_block(
