@@ -44,6 +44,11 @@ class SystemClock:
         await asyncio.sleep(max(0.0, seconds))
 
 
+def cpu_s() -> float:
+    """CPU-seconds that this process has used: what a computation cost, whatever else ran."""
+    return time.process_time()
+
+
 def utc(wall_s: float) -> datetime:
     """A timestamp for stores and people."""
     return datetime.fromtimestamp(wall_s, tz=UTC)

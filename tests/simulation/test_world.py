@@ -8,6 +8,7 @@ import pytest
 
 from readyplane.core.worker import Role
 from readyplane_lab.demo import DEMO_POLICY
+from readyplane_lab.simulator.faults import Crash
 from readyplane_lab.simulator.replay import Replay, run_replay
 from readyplane_lab.simulator.startup import StartUpModel
 from readyplane_lab.simulator.world import WorldOptions, WorldResult, run_world
@@ -71,7 +72,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_a_crash_costs_no_request_that_had_no_token_yet(role: Role) -> None:
-    result = run_world(WorldOptions(DEMO_POLICY, crashes=((40.0, role),)), burst())
+    result = run_world(WorldOptions(DEMO_POLICY, faults=(Crash(40.0, role),)), burst())
     ends = {r.outcome for r in result.records}
     cut = [r for r in result.records if r.outcome == "failed"]
     assert len(result.records) == len(burst())
@@ -82,7 +83,7 @@ def test_a_crash_costs_no_request_that_had_no_token_yet(role: Role) -> None:
         assert cut == []
     crashed = [w for w in result.lives if w.failure == "crashed"]
     assert len(crashed) == 1
-    assert sum(w.ready_s is not None for w in result.lives if w.role == role) > 1
+    assert sum(w.ready_s is not None for w in result.lives if w.pool == role) > 1
 
 
 def test_a_longer_start_costs_more_misses() -> None:
@@ -99,7 +100,7 @@ def test_the_report_adds_up() -> None:
     report, result = run_replay(Replay("burst", requests))
     assert sum(report["outcomes"].values()) == report["requests"] == len(requests)
     assert report["worker_hours"]["prefill"] == pytest.approx(
-        sum(w.released_s - w.allocated_s for w in result.lives if w.role == "prefill") / 3600
+        sum(w.released_s - w.allocated_s for w in result.lives if w.pool == "prefill") / 3600
     )
     assert report["decisions"]
     assert all(d["reasons"] for d in report["decisions"])

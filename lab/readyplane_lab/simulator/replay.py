@@ -75,7 +75,7 @@ def _report(replay: Replay, policy: Mapping[str, Any], result: WorldResult) -> d
     hours: dict[str, float] = {}
     for life in result.lives:
         seconds = max(0.0, life.released_s - life.allocated_s)
-        hours[life.role] = hours.get(life.role, 0.0) + seconds / 3600.0
+        hours[life.pool] = hours.get(life.pool, 0.0) + seconds / 3600.0
     starts = [life.ready_s - life.allocated_s for life in result.lives if life.ready_s is not None]
     prompt = sum(r.isl for r in finished)
     return {

@@ -48,6 +48,13 @@ class StartUpModel:
     peer_bytes_per_s: float = 1000e6
     peer_readers_max: int = 2
 
+    def seconds(self, name: SegmentName, draws: Draws, *start: object) -> float:
+        """One segment of one start; `start` names it, so that every run draws alike."""
+        median_s = self.segments.get(name, 0.0)
+        if name is SegmentName.SCHEDULE:
+            median_s = self.provision_s
+        return median_s * draws.factor(self.sigma, *start, name)
+
     def scaled_to(self, t_ready_s: float) -> StartUpModel:
         """The same start stretched so that a lone cold start takes about `t_ready_s`."""
         alone = sum(self.segments.values()) + self.weight_bytes / self.store_bytes_per_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from readyplane.core import gate_checks as gc
@@ -16,7 +16,7 @@ from readyplane.core.errors import LostLease, ReadyplaneError, Refused, StaleEpo
 from readyplane.core.identity import KvFormat, Manifest
 from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import Segment, SegmentName, WeightTier
-from readyplane.core.worker import CheckResult, Lease, Serving, StartProgress, WorkerOffer
+from readyplane.core.worker import CheckResult, Lease, Role, Serving, StartProgress, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import KvEventBatch, Order, RankReport, Renewal, Router
 from readyplane_agent.lifecycle import Event, State, step
@@ -27,11 +27,32 @@ BLOCK_SIZE = 16
 RANK_STEPS = ("scheduled", "verified", "connected", "placed", "canary_passed")
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What all workers of a world share.
+
+    Attributes:
+        block_size: tokens of a KV block. tasks: whatever runs a coroutine beside the others.
+    """
+
+    router: Router
+    manifest: Manifest
+    startup: StartUpModel
+    sources: WeightSources
+    draws: Draws
+    clock: Clock
+    block_size: int = BLOCK_SIZE
+
+
 class SimWorker:
     """One allocation, from order to release.
 
+    Args:
+        profile: of its engine. told: the one the router is told, where that differs.
+        role: that it registers with. ordinal: of this start among those of its pool, for the draws.
+
     Attributes:
-        allocated_s, ready_s, released_s: virtual seconds, None while it has not happened.
+        allocated_s, ready_s, drain_s, released_s: virtual seconds, None while it has not happened.
         state: where its agent is. tier: where its weights came from.
     """
 
@@ -39,35 +60,37 @@ class SimWorker:
         self,
         order: Order,
         *,
-        router: Router,
-        manifest: Manifest,
+        site: Site,
         profile: ClassProfile,
-        startup: StartUpModel,
-        sources: WeightSources,
-        draws: Draws,
-        clock: Clock,
+        told: ClassProfile | None = None,
+        role: Role,
+        ordinal: int,
         on_released: Callable[[SimWorker], None],
     ) -> None:
         self.order = order
-        self.engine = SimEngine(profile, block_size=BLOCK_SIZE, clock=clock)
+        self.role = role
+        self.profile = profile
+        self._told = told or profile
+        self.engine = SimEngine(profile, block_size=site.block_size, clock=site.clock)
         self.state = State.NEW
         self.tier = WeightTier.UNKNOWN
-        self.allocated_s = clock.monotonic_s()
+        self.allocated_s = site.clock.monotonic_s()
         self.ready_s: float | None = None
+        self.drain_s: float | None = None
         self.released_s: float | None = None
         self.failure = ""
-        self._router = router
-        self._manifest = manifest
-        self._profile = profile
-        self._startup = startup
-        self._sources = sources
-        self._draws = draws
-        self._clock = clock
+        self._site = site
+        self._ordinal = ordinal
         self._on_released = on_released
         self._segments: list[Segment] = []
         self._lease: Lease | None = None
         self._kv_sequence = 0
         self._task = asyncio.get_running_loop().create_task(self._live())
+
+    @property
+    def pool(self) -> str:
+        """Name of the pool that it was ordered for."""
+        return str(self.order.role)
 
     @property
     def incarnation(self) -> str:
@@ -101,15 +124,14 @@ class SimWorker:
         except ReadyplaneError as error:
             self.failure = self.failure or str(error)
         finally:
-            self._sources.remove_peer(self.order.worker_id)
+            self._site.sources.remove_peer(self.order.worker_id)
             self.engine.kill(self.failure or "the worker has left")
-            self.released_s = self._clock.monotonic_s()
+            self.released_s = self._site.clock.monotonic_s()
             self._on_released(self)
 
     async def _start(self) -> None:
-        factor = self._draws.factor(self._startup.sigma, self.order.worker_id, "provision")
-        await self._run(SegmentName.SCHEDULE, self._startup.provision_s * factor)
-        self._lease = await self._router.register(self._offer())
+        await self._run(SegmentName.SCHEDULE, self._seconds(SegmentName.SCHEDULE))
+        self._lease = await self._site.router.register(self._offer())
         self._tell(Event.LEASE_GRANTED)
         await self._rank("scheduled")
         renewing = asyncio.get_running_loop().create_task(self._renewing())
@@ -117,13 +139,13 @@ class SimWorker:
             for name in (SegmentName.RUNTIME_IMPORT, SegmentName.ARTIFACT_DISCOVERY):
                 await self._drawn(name)
             self._tell(Event.SOURCES_PLANNED)
-            began_s = self._clock.monotonic_s()
+            began_s = self._site.clock.monotonic_s()
             self._segments.append(Segment(SegmentName.WEIGHT_TRANSFER, began_s, None))
-            self.tier = await self._sources.fetch()
+            self.tier = await self._site.sources.fetch()
             self._end_segment()
             self._tell(Event.WEIGHTS_VERIFIED)
             await self._rank("verified")
-            for name in list(self._startup.segments)[2:-1]:
+            for name in list(self._site.startup.segments)[2:-1]:
                 await self._drawn(name)
             self._tell(Event.ENGINE_UP)
             await self._rank("connected")
@@ -133,7 +155,7 @@ class SimWorker:
             group_epoch = await self._rank("canary_passed")
         finally:
             renewing.cancel()
-        verdict = await self._router.admit(
+        verdict = await self._site.router.admit(
             self.order.worker_id,
             self.incarnation,
             self._epoch,
@@ -145,8 +167,8 @@ class SimWorker:
             self.failure = "; ".join(verdict.reasons)
             raise Refused("admission", verdict.reasons)
         self._tell(Event.ADMITTED)
-        self.ready_s = self._clock.monotonic_s()
-        self._sources.add_peer(self.order.worker_id)
+        self.ready_s = self._site.clock.monotonic_s()
+        self._site.sources.add_peer(self.order.worker_id)
 
     async def _serve(self) -> None:
         drained: asyncio.Task[None] | None = None
@@ -156,7 +178,7 @@ class SimWorker:
             kinds = {d.kind for d in answer}
             if kinds & {"leave", "stop"}:
                 self._tell(Event.LEAVE_ASKED)
-                await self._router.leave(
+                await self._site.router.leave(
                     self.order.worker_id, self.incarnation, self._epoch, reason="drained"
                 )
                 return
@@ -164,12 +186,12 @@ class SimWorker:
                 self._tell(Event.DRAIN_ASKED)
                 drained = asyncio.get_running_loop().create_task(self.engine.idle())
             assert self._lease is not None
-            await self._clock.sleep(self._lease.ttl_s / 3)
+            await self._site.clock.sleep(self._lease.ttl_s / 3)
 
     async def _renewing(self) -> None:
         while True:
             assert self._lease is not None
-            await self._clock.sleep(self._lease.ttl_s / 3)
+            await self._site.clock.sleep(self._lease.ttl_s / 3)
             await self._renew()
 
     async def _renew(self, *, drained: bool = False) -> tuple[Any, ...]:
@@ -179,7 +201,7 @@ class SimWorker:
             batches = (KvEventBatch(self._kv_sequence, events),)
             self._kv_sequence += 1
         ready = self.ready_s is not None
-        answer = await self._router.renew(
+        answer = await self._site.router.renew(
             Renewal(
                 self.order.worker_id,
                 self.incarnation,
@@ -204,27 +226,28 @@ class SimWorker:
         self.state = step(self.state, event)
 
     async def _drawn(self, name: SegmentName) -> None:
-        median_s = self._startup.segments.get(name, 0.0)
-        factor = self._draws.factor(self._startup.sigma, self.order.worker_id, name)
-        await self._run(name, median_s * factor)
+        await self._run(name, self._seconds(name))
+
+    def _seconds(self, name: SegmentName) -> float:
+        return self._site.startup.seconds(name, self._site.draws, self.pool, self._ordinal)
 
     async def _run(self, name: SegmentName, seconds: float) -> None:
-        self._segments.append(Segment(name, self._clock.monotonic_s(), None, modelled=True))
-        await self._clock.sleep(seconds)
+        self._segments.append(Segment(name, self._site.clock.monotonic_s(), None, modelled=True))
+        await self._site.clock.sleep(seconds)
         self._end_segment()
 
     def _end_segment(self) -> None:
-        self._segments[-1] = replace(self._segments[-1], end_s=self._clock.monotonic_s())
+        self._segments[-1] = replace(self._segments[-1], end_s=self._site.clock.monotonic_s())
 
     async def _rank(self, name: str) -> int:
-        status = await self._router.report_rank(
+        status = await self._site.router.report_rank(
             RankReport(
                 self.order.worker_id,
                 self.incarnation,
                 self._epoch,
                 rank=0,
                 step=name,
-                manifest_digest=self._manifest.digest,
+                manifest_digest=self._site.manifest.digest,
             )
         )
         return status.group_epoch
@@ -234,37 +257,39 @@ class SimWorker:
         return WorkerOffer(
             worker_id=order.worker_id,
             incarnation=self.incarnation,
-            role=order.role,
+            role=self.role,
             model=order.model,
             worker_class=order.worker_class,
             generation=order.generation,
-            manifest_digest=self._manifest.digest,
+            manifest_digest=self._site.manifest.digest,
             node=order.worker_id,
             scale_decision_id=order.scale_decision_id,
-            ordered_ago_s=self._clock.monotonic_s() - self.allocated_s,
+            ordered_ago_s=self._site.clock.monotonic_s() - self.allocated_s,
             mode=order.mode,
         )
 
     def _progress(self) -> StartProgress:
-        return StartProgress(self.allocated_s, self._clock.monotonic_s(), tuple(self._segments))
+        return StartProgress(
+            self.allocated_s, self._site.clock.monotonic_s(), tuple(self._segments)
+        )
 
     def _serving(self) -> Serving:
-        config = self._manifest.config
+        config = self._site.manifest.config
         return Serving(
             engine_url=self.engine_url,
-            kv=KvFormat(self._manifest.digest, block_size=BLOCK_SIZE),
+            kv=KvFormat(self._site.manifest.digest, block_size=self._site.block_size),
             kv_total_blocks=self.engine.model.pool.total,
-            block_size=BLOCK_SIZE,
+            block_size=self._site.block_size,
             max_model_len=int(config["max_model_len"]),
-            profile=self._profile.name,
+            profile=self._told.name,
             max_num_seqs=self.engine.model.max_num_seqs,
-            tokenizer_digest=self._manifest.tokenizer_digest,
+            tokenizer_digest=self._site.manifest.tokenizer_digest,
             tier=self.tier,
             mode=self.order.mode,
         )
 
     def _checks(self, group_epoch: int) -> tuple[CheckResult, ...]:
-        manifest = self._manifest
+        manifest = self._site.manifest
         golden = manifest.canary.golden_token_ids if manifest.canary else ()
         chunks = sum(len(f.chunks) for f in manifest.files)
         blocks = self.engine.model.pool.total
@@ -276,13 +301,13 @@ class SimWorker:
                 "tensors": len(manifest.tensors),
                 "tensors_expected": len(manifest.tensors),
                 "missing": [],
-                "ranks": self._manifest.tp,
+                "ranks": self._site.manifest.tp,
             },
             gc.KV_CONNECTOR: {"outbound": True, "inbound": True, "detail": "modelled"},
             gc.CANARY: {"token_ids": list(golden), "eos_ok": True, "sampling_ok": True},
             gc.BASICS: {"eos": True, "max_tokens": True, "structured": gc.NOT_OFFERED},
             gc.KV_POOL: {"kv_total_blocks": blocks, "free_blocks": blocks},
-            gc.PROFILE: {"name": self._profile.name, "digest": self._profile.digest},
+            gc.PROFILE: {"name": self._told.name, "digest": self._told.digest},
             gc.LEASE: {"epoch": self._epoch},
             gc.GROUP: {"group_epoch": group_epoch},
         }

@@ -9,32 +9,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from readyplane import profiles
-from readyplane.core.errors import NotFound
+from readyplane.core.errors import InvalidField, NotFound, Unavailable
 from readyplane.core.identity import ArtifactKind, Canary, FileEntry, Manifest, TensorEntry
-from readyplane.core.profile import LinkClass
+from readyplane.core.profile import ClassProfile, LinkClass
+from readyplane.core.startup import StartMode
 from readyplane.core.work import Slo
 from readyplane.core.worker import Role
-from readyplane.ports import Instance, Order
+from readyplane.kit.clock import cpu_s
+from readyplane.ports import Order
+from readyplane_lab.simulator import convertible
+from readyplane_lab.simulator.actuator import SimActuator
+from readyplane_lab.simulator.faults import Fault
 from readyplane_lab.simulator.gateway import Record, SimGateway
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
+from readyplane_lab.simulator.outcome import Floats, Life, RunResult, Served
+from readyplane_lab.simulator.router import SimRouter
 from readyplane_lab.simulator.startup import Draws, StartUpModel, WeightSources
-from readyplane_lab.simulator.worker import SimWorker
+from readyplane_lab.simulator.watch import Witness
+from readyplane_lab.simulator.worker import BLOCK_SIZE, SimWorker, Site
 from readyplane_lab.workload.request import WorkloadRequest
+from readyplane_planner.decide import decide
+from readyplane_planner.decide.follow import Brain
 from readyplane_planner.journal import MemoryJournal
 from readyplane_planner.leadership import Leadership, MemoryLeaseStore
-from readyplane_planner.policy import read_policy
+from readyplane_planner.policy import PoolPolicy, read_policy
 from readyplane_planner.service import PlannerService
 from readyplane_router.epochs import MemoryEpochs
-from readyplane_router.service import RouterService
+from readyplane_router.pair import PairPolicy
+from readyplane_router.policy import RouterPolicy
 from readyplane_router.store import MemoryStore
 
 SAMPLE_EVERY_S = 5.0
-FIRST_PAIR_WITHIN_S = 3600.0
+READY_WITHIN_S = 86_400.0
+POLL_S = 0.1
 LINK = LinkClass("rdma-400g", 50e9, 0.002)
 
 
@@ -44,92 +59,77 @@ class WorldOptions:
 
     Attributes:
         policy: planner policy document. seed: of start-ups. startup: how starts take time.
-        link: between prefill and decode workers.
-        crashes: (seconds since the first arrival, role): the longest-serving worker of that role
-            is gone without a word.
+        link: between prefill and decode workers. brain: plans in place of the planner's own.
+        initial: (prefill, decode) workers that are ready before the first request arrives and that
+            no decision ordered; None: the planner begins with nothing, and the first request
+            arrives when there is a pair.
+        block_size: tokens of a KV block. convertible: decode workers may take prefill work too.
+        classes: profiles of worker classes besides the policy's two, for brains that order them.
+        quota: GPUs of a worker class that may be held at once. prices: per GPU-hour, where they
+            are not the profile's.
+        record: False keeps neither series nor documents of decisions.
     """
 
     policy: Mapping[str, Any]
     seed: int = 1
     startup: StartUpModel = field(default_factory=StartUpModel)
     link: LinkClass = LINK
-    crashes: tuple[tuple[float, Role], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLife:
-    """One allocation; virtual seconds from the first arrival (negative: before it)."""
-
-    worker_id: str
-    role: str
-    allocated_s: float
-    ready_s: float | None
-    released_s: float
-    tier: str
-    failure: str
+    brain: Brain | None = None
+    initial: tuple[int, int] | None = None
+    block_size: int = BLOCK_SIZE
+    convertible: bool = False
+    faults: tuple[Fault, ...] = ()
+    classes: Mapping[str, str] = field(default_factory=dict)
+    quota: Mapping[str, int] = field(default_factory=dict)
+    prices: Mapping[str, float] = field(default_factory=dict)
+    record: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class WorldResult:
-    """What a run came to. Series are sampled every 5 virtual seconds.
+    """What a run came to, with every request's record. Series are sampled every 5 virtual seconds.
 
-    `began_wall_s`: the first arrival on the virtual wall clock, on which decisions are dated.
+    Attributes:
+        seconds: first arrival to last record. began_wall_s: the first arrival on the virtual wall
+            clock, on which decisions are dated.
     """
 
     records: tuple[Record, ...]
-    lives: tuple[WorkerLife, ...]
+    asked: tuple[int, ...]
+    lives: tuple[Life, ...]
     decisions: tuple[dict[str, Any], ...]
     series: Mapping[str, Any]
+    targets: tuple[tuple[float, int, int], ...]
+    counts: Mapping[str, float]
     seconds: float
     began_wall_s: float
+    planner_s: tuple[float, ...] = field(default=(), compare=False)
 
+    def run(self) -> RunResult:
+        """The same in the words that both modes share."""
+        records = self.records
 
-class SimActuator:
-    """`readyplane.ports.Actuator` whose processes are `SimWorker`s."""
+        def column(name: str) -> Floats:
+            values = [getattr(r, name) for r in records]
+            return np.array([np.inf if v is None else v for v in values], dtype=np.float64)
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._leader_epoch = 0
-
-    async def provision(self, order: Order, *, leader_epoch: int = 0) -> Instance:
-        """Start one worker. Idempotent by worker id."""
-        self._leader_epoch = max(self._leader_epoch, leader_epoch)
-        if order.worker_id not in self._world.everyone:
-            self._world.spawn(order)
-        return self._instance(order.worker_id)
-
-    async def release(
-        self, worker_id: str, *, grace_s: float = 10.0, reason: str = "", leader_epoch: int = 0
-    ) -> Instance:
-        """End it."""
-        del grace_s, reason
-        self._leader_epoch = max(self._leader_epoch, leader_epoch)
-        if worker_id not in self._world.everyone:
-            raise NotFound("worker", worker_id)
-        if worker_id in self._world.living:
-            await self._world.living[worker_id].release()
-        return self._instance(worker_id)
-
-    async def list_instances(self) -> list[Instance]:
-        """Everything allocated, and the last 256 that ended."""
-        ended = [w for w in self._world.everyone if w not in self._world.living]
-        shown = [*ended[-256:], *self._world.living]
-        return [self._instance(worker_id) for worker_id in shown]
-
-    def _instance(self, worker_id: str) -> Instance:
-        worker = self._world.everyone[worker_id]
-        now_s = self._world.clock.monotonic_s()
-        ended = worker.released_s
-        state = "running" if ended is None else ("failed" if worker.failure else "exited")
-        return Instance(
-            order=worker.order,
-            state=state,
-            node=worker_id,
-            allocated_ago_s=now_s - worker.allocated_s,
-            running_ago_s=now_s - worker.allocated_s,
-            exited_ago_s=None if ended is None else now_s - ended,
-            exit_code=None if ended is None else int(bool(worker.failure)),
-            reason=worker.failure,
+        return RunResult(
+            span_s=records[-1].at_s - records[0].at_s,
+            lives=self.lives,
+            served=Served(
+                at_s=column("at_s"),
+                isl=column("isl"),
+                osl=np.array(self.asked, dtype=np.float64),
+                ttft_s=column("ttft_s"),
+                tpot_s=column("tpot_s"),
+                weight=np.ones(len(records)),
+            ),
+            outcomes=dict(sorted(Counter(r.outcome for r in records).items())),
+            targets=self.targets,
+            series=self.series,
+            decisions=tuple({**d, "at_s": d["at_s"] - self.began_wall_s} for d in self.decisions),
+            counts=self.counts,
+            planner_s=self.planner_s,
         )
 
 
@@ -159,27 +159,37 @@ class World:
     def __init__(self, options: WorldOptions, loop: VirtualLoop) -> None:
         self.options = options
         self.clock = VirtualClock(loop)
-        self.living: dict[str, SimWorker] = {}
-        self.everyone: dict[str, SimWorker] = {}
         self.policy = read_policy(options.policy)
         self.manifest = one_tensor_manifest(self.policy.model)
-        names = {self.policy.prefill.profile, self.policy.decode.profile}
-        self.profiles = {name: profiles.load(name) for name in sorted(names)}
-        self._sources = WeightSources(options.startup, clock=self.clock)
-        self._draws = Draws(options.seed)
-        ids = itertools.count()
-        self.router = RouterService(
+        self.slo = Slo(self.policy.slo.ttft_s, self.policy.slo.tpot_s)
+        self.classes = _classes(self.policy.prefill, self.policy.decode, options.classes)
+        self.told = {name: self._told(profile) for name, profile in self.classes.items()}
+        self.actuator = SimActuator(self.spawn, clock=self.clock, quota=options.quota)
+        self.router = SimRouter(
+            on_drain=self._drains,
             store=MemoryStore(self.clock),
             epochs=MemoryEpochs(),
             clock=self.clock,
             registry=Manifests(self.manifest),
-            profiles=self.profiles,
+            profiles={p.name: p for p in (*self.classes.values(), *self.told.values())},
             incarnation="router-0",
+            policy=RouterPolicy(pair=PairPolicy(slo=self.slo)),
         )
+        self._site = Site(
+            router=self.router,
+            manifest=self.manifest,
+            startup=options.startup,
+            sources=WeightSources(options.startup, clock=self.clock),
+            draws=Draws(options.seed),
+            clock=self.clock,
+            block_size=options.block_size,
+        )
+        self.witness = Witness(options.brain or decide, cpu_s=cpu_s)
+        ids = itertools.count()
         self.planner = PlannerService(
             policy=self.policy,
             router=self.router,
-            actuator=SimActuator(self),
+            actuator=self.actuator,
             registry=Manifests(self.manifest),
             journal=MemoryJournal(),
             leadership=Leadership(
@@ -191,47 +201,56 @@ class World:
             ),
             clock=self.clock,
             make_id=lambda: f"{next(ids):06x}",
+            brain=self.witness,
         )
         self.gateway = SimGateway(
             self.router,
-            self.living,
+            self.actuator.living,
             model=self.policy.model,
-            slo=Slo(self.policy.slo.ttft_s, self.policy.slo.tpot_s),
+            slo=self.slo,
             link=options.link,
-            kv_bytes_per_token=self.profiles[self.policy.prefill.profile].kv_bytes_per_token,
+            kv_bytes_per_token=self.classes[self.policy.prefill.worker_class].kv_bytes_per_token,
             clock=self.clock,
+            block_size=options.block_size,
         )
+        self._starts: Counter[str] = Counter()
         self._rows: list[dict[str, Any]] = []
 
-    def spawn(self, order: Order) -> None:
-        """Allocate one worker."""
-        pool = self.policy.prefill if order.role is Role.PREFILL else self.policy.decode
-        worker = SimWorker(
+    def spawn(self, order: Order) -> SimWorker:
+        """Allocate one worker; asked by the actuator."""
+        if order.worker_class not in self.classes:
+            remedy = f"name its profile in WorldOptions.classes; known: {', '.join(self.classes)}"
+            raise NotFound("worker class", order.worker_class, remedy)
+        profile = self.classes[order.worker_class]
+        takes_both = self.options.convertible and order.role is Role.DECODE
+        ordinal = self._starts[order.role]
+        self._starts[order.role] += 1
+        return SimWorker(
             order,
-            router=self.router,
-            manifest=self.manifest,
-            profile=self.profiles[pool.profile],
-            startup=self.options.startup,
-            sources=self._sources,
-            draws=self._draws,
-            clock=self.clock,
-            on_released=self._forget,
+            site=self._site,
+            profile=convertible.engine_profile(profile) if takes_both else profile,
+            told=self.told[order.worker_class] if takes_both else None,
+            role=Role.BOTH if takes_both else order.role,
+            ordinal=ordinal,
+            on_released=self.actuator.ended,
         )
-        self.everyone[order.worker_id] = worker
-        self.living[order.worker_id] = worker
 
-    def _forget(self, worker: SimWorker) -> None:
-        self.living.pop(worker.order.worker_id, None)
+    def _told(self, profile: ClassProfile) -> ClassProfile:
+        return convertible.told_profile(profile, tpot_s=self.slo.tpot_s)
+
+    def _drains(self, worker_id: str) -> None:
+        worker = self.actuator.living.get(worker_id)
+        if worker is not None and worker.drain_s is None:
+            worker.drain_s = self.clock.monotonic_s()
 
     async def run(self, requests: Sequence[WorkloadRequest]) -> WorldResult:
-        """From nothing to the last record; the first request arrives when a pair is ready."""
+        """From nothing to the last record; the first request arrives when its workers are ready."""
         async with self._services():
-            await self._first_pair()
             began_s, began_wall_s = self.clock.monotonic_s(), self.clock.wall_s()
-            side = [asyncio.create_task(self._sampling(began_s))]
+            side = [asyncio.create_task(self._sampling(began_s))] if self.options.record else []
             side += [
-                asyncio.create_task(self._crash(began_s + at_s, role))
-                for at_s, role in self.options.crashes
+                asyncio.create_task(self._crash(began_s + fault.at_s, fault.role))
+                for fault in self.options.faults
             ]
             async with asyncio.TaskGroup() as group:
                 for request in requests:
@@ -241,70 +260,152 @@ class World:
                 task.cancel()
             await asyncio.gather(*side, return_exceptions=True)
             ended_s = self.clock.monotonic_s()
-            decisions = await self.planner.list_decisions(
-                model=self.policy.model, limit=100_000, changes_only=True
-            )
+            decisions = await self._decisions()
         return WorldResult(
             records=tuple(sorted(self.gateway.records, key=lambda r: r.index)),
-            lives=tuple(_life(w, began_s, ended_s) for w in self.everyone.values()),
-            decisions=tuple(decisions),
+            asked=tuple(r.osl for r in sorted(requests, key=lambda r: r.index)),
+            lives=tuple(self._life(w, began_s, ended_s) for w in self.actuator.everyone.values()),
+            decisions=decisions,
             series=_columns(self._rows),
+            targets=_from_zero(self.witness.targets, began_s),
+            counts=self._counts(),
             seconds=ended_s - began_s,
             began_wall_s=began_wall_s,
+            planner_s=tuple(self.witness.thought_s),
         )
+
+    async def _decisions(self) -> tuple[dict[str, Any], ...]:
+        if not self.options.record:
+            return ()
+        found = await self.planner.list_decisions(
+            model=self.policy.model, limit=100_000, changes_only=True
+        )
+        return tuple(found)
 
     @contextlib.asynccontextmanager
     async def _services(self) -> AsyncIterator[None]:
+        """Router, planner and the workers of the beginning; all ready inside."""
         await self.router.start()
-        tasks = [
-            asyncio.create_task(self.router.run()),
-            asyncio.create_task(self.planner.run()),
-        ]
+        tasks = [asyncio.create_task(self.router.run())]
         try:
+            if self.options.initial is None:
+                tasks.append(asyncio.create_task(self.planner.run()))
+                await self._first_pair()
+            else:
+                await self._first_fleet(self.options.initial)
+                # Only now: nobody shall cancel a start before there is any demand to judge it by.
+                tasks.append(asyncio.create_task(self.planner.run()))
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(w.release() for w in list(self.living.values())))
+            await asyncio.gather(*(w.release() for w in list(self.actuator.living.values())))
 
     async def _first_pair(self) -> None:
-        deadline_s = self.clock.monotonic_s() + FIRST_PAIR_WITHIN_S
-        while self.clock.monotonic_s() < deadline_s:
-            roles = {w.order.role for w in self.living.values() if w.ready_s is not None}
-            if roles >= {Role.PREFILL, Role.DECODE}:
-                return
-            await self.clock.sleep(0.1)
-        failures = {w.order.worker_id: w.failure for w in self.everyone.values() if w.failure}
-        raise NotFound("ready pair", self.policy.model, f"starts failed: {failures or 'none'}")
+        def roles() -> set[Role]:
+            living = self.actuator.living.values()
+            return {w.order.role for w in living if w.ready_s is not None}
+
+        deadline_s = self.clock.monotonic_s() + READY_WITHIN_S
+        while not roles() >= {Role.PREFILL, Role.DECODE}:
+            await self._await_ready(deadline_s)
+
+    async def _first_fleet(self, initial: tuple[int, int]) -> None:
+        pools = ((Role.PREFILL, self.policy.prefill), (Role.DECODE, self.policy.decode))
+        workers = [
+            self.actuator.begin(
+                Order(
+                    worker_id=f"{role.value[0]}-first-{number}",
+                    role=role,
+                    model=self.policy.model,
+                    worker_class=pool.worker_class,
+                    manifest_digest=self.manifest.digest,
+                    mode=StartMode(self.policy.start_mode),
+                )
+            )
+            for (role, pool), count in zip(pools, initial, strict=True)
+            for number in range(1, count + 1)
+        ]
+        deadline_s = self.clock.monotonic_s() + READY_WITHIN_S
+        while any(w.ready_s is None for w in workers):
+            await self._await_ready(deadline_s)
+
+    async def _await_ready(self, deadline_s: float) -> None:
+        if self.clock.monotonic_s() > deadline_s:
+            everyone = self.actuator.everyone.values()
+            failures = {w.order.worker_id: w.failure for w in everyone if w.failure}
+            why = f"starts failed: {failures or 'none'}"
+            raise NotFound("ready pair", self.policy.model, why)
+        await self.clock.sleep(POLL_S)
 
     async def _crash(self, at_s: float, role: Role) -> None:
         await self.clock.sleep(at_s - self.clock.monotonic_s())
-        serving = [
-            w for w in self.living.values() if w.order.role is role and w.ready_s is not None
-        ]
+        living = self.actuator.living.values()
+        serving = [w for w in living if w.order.role is role and w.ready_s is not None]
         if serving:
             min(serving, key=lambda w: w.ready_s or 0.0).crash("crashed")
 
     async def _sampling(self, began_s: float) -> None:
         while True:
-            state = await self.planner.state(self.policy.model)
-            row: dict[str, Any] = {
-                "t_s": self.clock.monotonic_s() - began_s,
-                "open": self.gateway.open,
-            }
-            for name, pool in (state.get("pools") or {}).items():
-                for key in ("desired", "provisioned", "ready", "load", "queue_tokens"):
-                    row[f"{name}.{key}"] = pool.get(key)
-            for name in ("ttft", "tpot"):
-                actual = state.get("latency", {}).get(name, {}).get("actual", {})
-                row[f"{name}.p90_s"] = actual.get("p90_s") if actual.get("count") else None
-            self._rows.append(row)
+            with contextlib.suppress(Unavailable):  # the planner has not looked yet
+                state = await self.planner.state(self.policy.model)
+                self._rows.append(self._row(state, self.clock.monotonic_s() - began_s))
             await self.clock.sleep(SAMPLE_EVERY_S)
+
+    def _row(self, state: Mapping[str, Any], t_s: float) -> dict[str, Any]:
+        row: dict[str, Any] = {"t_s": t_s, "open": self.gateway.open}
+        for name, pool in (state.get("pools") or {}).items():
+            for key in ("desired", "provisioned", "ready", "load", "queue_tokens"):
+                row[f"{name}.{key}"] = pool.get(key)
+        for name in ("ttft", "tpot"):
+            actual = state.get("latency", {}).get(name, {}).get("actual", {})
+            row[f"{name}.p90_s"] = actual.get("p90_s") if actual.get("count") else None
+        return row
+
+    def _life(self, worker: SimWorker, began_s: float, ended_s: float) -> Life:
+        def since(at_s: float | None) -> float | None:
+            return None if at_s is None else at_s - began_s
+
+        released_s = ended_s if worker.released_s is None else min(ended_s, worker.released_s)
+        worker_class = worker.order.worker_class
+        price = self.options.prices.get(worker_class, worker.profile.price_per_gpu_hour)
+        return Life(
+            worker_id=worker.order.worker_id,
+            pool=worker.pool,
+            worker_class=worker_class,
+            gpus=worker.profile.gpus,
+            price_per_gpu_hour=price,
+            allocated_s=worker.allocated_s - began_s,
+            ready_s=since(worker.ready_s),
+            drain_s=since(worker.drain_s),
+            released_s=released_s - began_s,
+            tier=str(worker.tier),
+            failure=worker.failure,
+            decision_id=worker.order.scale_decision_id,
+        )
+
+    def _counts(self) -> dict[str, float]:
+        memory = self.witness.memory
+        engines = [w.engine.model.stats() for w in self.actuator.everyone.values()]
+        return {
+            "decisions": len(self.witness.thought_s),
+            "fallbacks": memory.fallbacks,
+            "guard_overrides": sum(memory.overrides.values()),
+            "orders_refused": self.actuator.refused,
+            "preemptions": sum(e.preemptions_total for e in engines),
+            "repairs": sum(r.repaired for r in self.gateway.records),
+        }
 
 
 def run_world(options: WorldOptions, requests: Sequence[WorkloadRequest]) -> WorldResult:
-    """Simulate one workload from beginning to end."""
+    """Simulate one workload from beginning to end.
+
+    Raises:
+        InvalidField: no requests.
+    """
+    if not requests:
+        raise InvalidField("requests", 0, "give a workload with at least one request")
     loop = VirtualLoop()
     try:
         world = World(options, loop)
@@ -314,17 +415,24 @@ def run_world(options: WorldOptions, requests: Sequence[WorkloadRequest]) -> Wor
     return run_virtual(world.run(requests), loop=loop)
 
 
-def _life(worker: SimWorker, began_s: float, ended_s: float) -> WorkerLife:
-    ready_s, released_s = worker.ready_s, worker.released_s
-    return WorkerLife(
-        worker_id=worker.order.worker_id,
-        role=str(worker.order.role),
-        allocated_s=worker.allocated_s - began_s,
-        ready_s=None if ready_s is None else ready_s - began_s,
-        released_s=min(ended_s, ended_s if released_s is None else released_s) - began_s,
-        tier=str(worker.tier),
-        failure=worker.failure,
-    )
+def _classes(
+    prefill: PoolPolicy, decode: PoolPolicy, more: Mapping[str, str]
+) -> dict[str, ClassProfile]:
+    """Profile of each worker class that may be ordered."""
+    names = {**more, prefill.worker_class: prefill.profile, decode.worker_class: decode.profile}
+    return {name: profiles.load(profile) for name, profile in sorted(names.items())}
+
+
+def _from_zero(
+    targets: Sequence[tuple[float, int, int]], began_s: float
+) -> tuple[tuple[float, int, int], ...]:
+    """Targets on the clock of the run: those in force at its beginning stand at 0."""
+    before = [t for t in targets if t[0] <= began_s]
+    after = [(at_s - began_s, p, d) for at_s, p, d in targets if at_s > began_s]
+    first = [(0.0, *before[-1][1:])] if before else []
+    if not first and after:
+        first = [(0.0, *after.pop(0)[1:])]
+    return (*first, *after)
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

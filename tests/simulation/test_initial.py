@@ -1,0 +1,150 @@
+"""A fleet that is there before the first request, whoever plans, and what a run comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from readyplane_lab.demo import DEMO_POLICY
+from readyplane_lab.simulator.outcome import RunResult
+from readyplane_lab.simulator.startup import StartUpModel
+from readyplane_lab.simulator.world import WorldOptions, run_world
+from readyplane_lab.workload.conversation import Wave, conversation
+from readyplane_lab.workload.request import WorkloadRequest
+from readyplane_planner.decide import Decision, Memory, Plan
+from readyplane_planner.decide.follow import Targets, follow
+from readyplane_planner.signals import Observation
+
+
+class Fixed:
+    """Wants the same all the time, or something else from a moment on."""
+
+    def __init__(self, *steps: tuple[float, int, int]) -> None:
+        self._steps = steps
+        self._began_s: float | None = None
+
+    def __call__(
+        self,
+        observation: Observation,
+        plan: Plan,
+        memory: Memory,
+        *,
+        now_s: float,
+        decision_id: str,
+    ) -> tuple[Decision, Memory]:
+        self._began_s = now_s if self._began_s is None else self._began_s
+        past = [step for step in self._steps if step[0] <= now_s - self._began_s]
+        targets = Targets(past[-1][1], past[-1][2], "as planned")
+        return follow(targets, observation, plan, memory, now_s=now_s, decision_id=decision_id)
+
+
+@lru_cache
+def steady(seed: int = 1, duration_s: float = 60.0) -> tuple[WorkloadRequest, ...]:
+    return tuple(conversation(Wave(3.0, swing=0.0), seed=seed, duration_s=duration_s))
+
+
+def played(brain: Fixed | None, **options: Any) -> RunResult:
+    chosen: Mapping[str, Any] = {"initial": (2, 2), "brain": brain, **options}
+    return run_world(WorldOptions(DEMO_POLICY, **chosen), steady()).run()
+
+
+def same(one: RunResult, other: RunResult) -> bool:
+    """Whether two runs came to the same, but for what was measured of this machine."""
+    for name in (f.name for f in fields(RunResult) if f.name != "planner_s"):
+        a, b = getattr(one, name), getattr(other, name)
+        if name == "served":
+            if any(not np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)):
+                return False
+        elif a != b:
+            return False
+    return True
+
+
+def test_the_fleet_of_the_beginning_is_ready_and_nobody_ordered_it() -> None:
+    run = played(Fixed((0.0, 2, 2)))
+    assert len(run.lives) == 4
+    for life in run.lives:
+        assert life.decision_id == ""
+        assert life.allocated_s < 0
+        assert life.ready_s is not None
+        assert life.ready_s <= 0
+        assert life.drain_s is None
+        assert life.released_s > run.span_s
+    assert run.targets == ((0.0, 2, 2),)
+
+
+def test_a_run_has_every_arrival_in_its_columns() -> None:
+    run, requests = played(Fixed((0.0, 2, 2))), steady()
+    assert len(run.served) == len(requests) == run.outcomes["finished"]
+    assert run.served.at_s.tolist() == [r.at_s for r in requests]
+    assert run.served.osl.tolist() == [r.osl for r in requests]
+    assert run.span_s == pytest.approx(requests[-1].at_s - requests[0].at_s)
+    assert np.isfinite(run.served.ttft_s).all()
+    assert len(run.planner_s) == run.counts["decisions"] > 50
+
+
+def test_targets_of_another_brain_are_followed_up_and_down() -> None:
+    run = played(Fixed((0.0, 2, 2), (10.0, 3, 2), (40.0, 1, 2)))
+    assert [(p, d) for _, p, d in run.targets] == [(2, 2), (3, 2), (1, 2)]
+    ordered = [life for life in run.lives if life.decision_id]
+    assert [life.pool for life in ordered] == ["prefill"]
+    assert ordered[0].allocated_s == pytest.approx(10.0, abs=1.5)
+    drained = [life for life in run.lives if life.drain_s is not None]
+    assert len(drained) == 2
+    assert all(40.0 <= (life.drain_s or 0.0) <= life.released_s for life in drained)
+
+
+def test_without_a_record_the_run_is_the_same_but_for_what_was_not_kept() -> None:
+    brain = ((0.0, 2, 2), (10.0, 3, 2))
+    kept = played(Fixed(*brain))
+    bare = played(Fixed(*brain), record=False)
+    assert kept.series["t_s"]
+    assert kept.decisions
+    assert (bare.series, bare.decisions) == ({}, ())
+    assert (bare.lives, bare.targets, bare.outcomes) == (kept.lives, kept.targets, kept.outcomes)
+    assert bare.served.ttft_s.tolist() == kept.served.ttft_s.tolist()
+
+
+def test_one_seed_gives_one_run() -> None:
+    steps = ((0.0, 2, 2), (10.0, 3, 2))
+    assert same(played(Fixed(*steps)), played(Fixed(*steps)))
+    assert not same(played(Fixed(*steps)), played(Fixed(*steps), seed=2))
+
+
+def test_a_start_draws_the_same_whoever_ordered_it_and_whatever_it_is_called() -> None:
+    """Common random numbers: the k-th start of a pool is the same in every policy's run."""
+    startup = StartUpModel(weight_bytes=1.0)
+
+    def starts(*steps: tuple[float, int, int]) -> list[float]:
+        run = played(Fixed(*steps), startup=startup)
+        mine = [w for w in run.lives if w.pool == "prefill" and w.ready_s is not None]
+        return [(w.ready_s or 0.0) - w.allocated_s for w in mine]
+
+    early = starts((0.0, 2, 2), (5.0, 4, 2))
+    late = starts((0.0, 2, 2), (20.0, 3, 2), (30.0, 4, 3))
+    assert len(early) == len(late) == 4
+    assert early == pytest.approx(late)
+    assert len({round(s, 3) for s in early}) == 4
+
+
+def test_convertible_decoders_take_prefill_work_within_their_bound() -> None:
+    def slow(convertible: bool) -> RunResult:
+        return run_world(
+            WorldOptions(
+                DEMO_POLICY,
+                initial=(1, 3),
+                brain=Fixed((0.0, 1, 3)),
+                convertible=convertible,
+            ),
+            tuple(conversation(Wave(6.0, swing=0.0), seed=1, duration_s=40.0)),
+        ).run()
+
+    strict, both = slow(False), slow(True)
+    assert {w.pool for w in both.lives} == {"prefill", "decode"}
+    assert both.targets == strict.targets  # still shown to the planner as decode workers
+    assert np.median(both.served.ttft_s) < 0.5 * np.median(strict.served.ttft_s)
