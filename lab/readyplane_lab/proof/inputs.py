@@ -1,0 +1,215 @@
+"""A scenario made concrete: at a peak, a T_ready and a seed, with all that contenders are told.
+
+Owns how a workload is brought to a wanted peak, the bounds and the first fleet that all contenders
+share, and the policy document that they play under. Hands a `Case` to the runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from readyplane import profiles
+from readyplane.core.errors import InvalidField
+from readyplane.core.profile import ClassProfile
+from readyplane.core.startup import SegmentName, StartQuantiles
+from readyplane_lab.proof.measure import Times
+from readyplane_lab.proof.oracle.demand import (
+    Work,
+    hindsight,
+    ideal_cached,
+    peak_workers,
+    request_work,
+)
+from readyplane_lab.proof.port import Disturbances, Hindsight, Scenario, Setting
+from readyplane_lab.simulator.startup import Draws, StartUpModel
+from readyplane_lab.workload.request import WorkloadRequest
+
+MODEL = "proof"
+BLOCK_SIZE = 64
+STEP_S = 10.0
+STEPS_MAX = 8640
+"""Longer workloads get a coarser grid, so that bounds stay quick to work out."""
+FIRST_S = 60.0
+SPARE = 1.6
+"""Most workers of a pool over its peak need: room for a rule to be wrong, the same for all."""
+STARTS_DRAWN = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input at one point. Built by `make_case`; everything about it follows from the seed.
+
+    Attributes:
+        key: scenario, T_ready, peak and seed, readable. scale: how much of the load as published.
+        startup: how starts take time here. policy: planner policy document without a tick.
+    """
+
+    key: str
+    scenario: Scenario
+    t_ready_s: float
+    peak: float
+    seed: int
+    scale: float
+    requests: Sequence[WorkloadRequest]
+    work: Work
+    setting: Setting
+    startup: StartUpModel
+    disturbances: Disturbances
+    policy: Mapping[str, Any]
+
+    @property
+    def span_s(self) -> float:
+        """First to last arrival."""
+        return self.requests[-1].at_s
+
+    @cached_property
+    def times(self) -> Times:
+        """For reversals and waste."""
+        return Times(self.t_ready_s, self.setting.drain_s)
+
+    @property
+    def hindsight(self) -> Hindsight:
+        """What was needed when."""
+        return self.setting.hindsight
+
+
+def make_case(
+    scenario: Scenario, *, t_ready_s: float = 60.0, peak: float = 8.0, seed: int = 1
+) -> Case:
+    """The scenario with about `peak` workers (P and D together) at its busiest.
+
+    Raises:
+        InvalidField: a trace that is not there; a load that cannot be brought to that peak.
+    """
+    both = _profiles(scenario)
+    scale, requests, work, found = _scaled(scenario, both, peak, seed)
+    span_s = requests[-1].at_s
+    startup = replace(StartUpModel(), **scenario.startup).scaled_to(t_ready_s)
+    setting = Setting(
+        prefill=both[0],
+        decode=both[1],
+        slo=scenario.slo,
+        t_ready=start_quantiles(startup, seed),
+        drain_s=(scenario.slo.ttft_s, float(np.median(work.residence_s))),
+        low=(1, 1),
+        high=_high(found),
+        initial=scenario.initial or _first(found),
+        hindsight=found,
+    )
+    return Case(
+        key=f"{scenario.name} t_ready={t_ready_s:g} peak={peak:g} seed={seed}",
+        scenario=scenario,
+        t_ready_s=t_ready_s,
+        peak=peak,
+        seed=seed,
+        scale=scale,
+        requests=requests,
+        work=work,
+        setting=setting,
+        startup=startup,
+        disturbances=scenario.disturb(span_s, seed),
+        policy=_policy(scenario, setting, both),
+    )
+
+
+def start_quantiles(startup: StartUpModel, seed: int) -> StartQuantiles:
+    """Quantiles of a lone cold start, from seeded draws of every segment."""
+    draws = Draws(seed)
+    transfer_s = startup.weight_bytes / startup.store_bytes_per_s
+    totals = [
+        transfer_s
+        + startup.provision_s * draws.factor(startup.sigma, "quantiles", k, SegmentName.SCHEDULE)
+        + sum(
+            median_s * draws.factor(startup.sigma, "quantiles", k, name)
+            for name, median_s in startup.segments.items()
+        )
+        for k in range(STARTS_DRAWN)
+    ]
+    p50, p90, p99 = np.quantile(totals, (0.5, 0.9, 0.99))
+    return StartQuantiles(float(p50), float(p90), float(p99), STARTS_DRAWN, 0.0)
+
+
+def _profiles(scenario: Scenario) -> tuple[ClassProfile, ClassProfile]:
+    prefill = profiles.load(scenario.worker_class)
+    return prefill, profiles.load(scenario.decode_class or scenario.worker_class)
+
+
+def _scaled(
+    scenario: Scenario, both: tuple[ClassProfile, ClassProfile], peak: float, seed: int
+) -> tuple[float, Sequence[WorkloadRequest], Work, Hindsight]:
+    """Bring the load to the peak: measured at one scale, corrected once (rounding is not linear)."""
+    if not (math.isfinite(peak) and peak >= 2):
+        raise InvalidField("--peak", peak, "give at least 2 workers: one of each stage")
+    scale = 1.0
+    for _ in range(3):
+        requests = scenario.requests(scale, seed)
+        if not requests:
+            raise InvalidField(f"scenario {scenario.name}", "no requests", "raise --peak")
+        work, found = _demand(scenario, requests, both)
+        exact = peak_workers(found)
+        if abs(exact / peak - 1) <= 0.1:
+            break
+        scale *= peak / exact
+    return scale, requests, work, found
+
+
+def _demand(
+    scenario: Scenario, requests: Sequence[WorkloadRequest], both: tuple[ClassProfile, ClassProfile]
+) -> tuple[Work, Hindsight]:
+    cached = ideal_cached(requests, BLOCK_SIZE)
+    work = request_work(requests, prefill=both[0], decode=both[1], slo=scenario.slo, cached=cached)
+    span_s = requests[-1].at_s
+    step_s = max(STEP_S, math.ceil(span_s / STEPS_MAX))
+    return work, hindsight(work, slo=scenario.slo, step_s=step_s, span_s=span_s)
+
+
+def _high(found: Hindsight) -> tuple[int, int]:
+    return (
+        math.ceil(SPARE * float(found.need_p.max())) + 1,
+        math.ceil(SPARE * float(found.need_d.max())) + 1,
+    )
+
+
+def _first(found: Hindsight) -> tuple[int, int]:
+    """What the first minute needs: nobody is judged by a fleet that could not be there yet."""
+    steps = max(1, round(FIRST_S / found.step_s))
+    return (
+        max(1, int(found.need_p[:steps].max())),
+        max(1, int(found.need_d[:steps].max())),
+    )
+
+
+def _policy(
+    scenario: Scenario, setting: Setting, both: tuple[ClassProfile, ClassProfile]
+) -> dict[str, Any]:
+    pools = {
+        name: {
+            "min": low,
+            "max": high,
+            "worker_class": profile.worker_class,
+            "profile": profile.name,
+        }
+        for name, low, high, profile in zip(
+            ("prefill", "decode"), setting.low, setting.high, both, strict=True
+        )
+    }
+    slo = {"ttft_s": setting.slo.ttft_s, "tpot_s": setting.slo.tpot_s}
+    return overlaid({"model": MODEL, "slo": slo, **pools}, scenario.policy)
+
+
+def overlaid(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A policy document with changes laid over it, objects field by field."""
+    out = dict(base)
+    for name, value in changes.items():
+        below = out.get(name)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            out[name] = overlaid(below, value)
+        else:
+            out[name] = value
+    return out

@@ -1,0 +1,36 @@
+"""One contender plays one case, in either mode of the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from readyplane_lab.proof.inputs import BLOCK_SIZE, Case, overlaid
+from readyplane_lab.proof.port import Contender, Fielded
+from readyplane_lab.simulator.fluid import FluidOptions, run_fluid
+from readyplane_lab.simulator.outcome import RunResult
+from readyplane_lab.simulator.world import WorldOptions, run_world
+
+
+def play(case: Case, contender: Contender, knob: float, *, mode: str) -> RunResult:
+    """Run it.
+
+    Args:
+        mode: `event`, or `fluid`.
+    """
+    fielded = contender.make(knob, case.setting)
+    if mode == "fluid":
+        return run_fluid(FluidOptions(**_options(case, fielded)), case.requests)
+    options = WorldOptions(**_options(case, fielded), block_size=BLOCK_SIZE)
+    return run_world(options, case.requests).run()
+
+
+def _options(case: Case, fielded: Fielded) -> dict[str, Any]:
+    return {
+        "policy": overlaid(case.policy, fielded.policy),
+        "seed": case.seed,
+        "startup": case.startup,
+        "brain": fielded.brain,
+        "initial": fielded.initial or case.setting.initial,
+        "convertible": fielded.convertible,
+        "faults": case.disturbances.faults,
+    }

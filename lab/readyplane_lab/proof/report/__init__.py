@@ -1,0 +1,24 @@
+"""The report of a proof: one HTML page that needs nothing else, and a table for a spreadsheet.
+
+Owns what a person sees of a comparison. Made from the proof's JSON document alone, so that a kept
+`proof.json` can be shown again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from readyplane_lab.proof.report.page import page
+from readyplane_lab.proof.report.sheet import sheet
+
+
+def write_report(document: Mapping[str, Any], out: Path) -> tuple[Path, ...]:
+    """`report.html` and `proof.csv` in `out`."""
+    files = (out / "report.html", out / "proof.csv")
+    for file, text in zip(files, (page(document), sheet(document)), strict=True):
+        part = file.with_suffix(".part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    return files

@@ -1,0 +1,201 @@
+"""One input from beginning to end: sweep every contender, confirm by events, bracket the optimum.
+
+Owns the order of the runs of one input and their sum as an `Input`. Runs in one process of the
+proof; every single run is kept as it ends, so that nothing is done twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from readyplane_lab.proof import entrants
+from readyplane_lab.proof.jobs import Job, Mode, Results, execute
+from readyplane_lab.proof.port import Contender
+from readyplane_lab.proof.verdict import OURS, Entry, Input, Point, next_knob
+
+Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """One input and how thoroughly it is looked at.
+
+    Attributes:
+        contenders: names; ours is always among them. knobs: most values of a sweep.
+        events: confirm the chosen points by events; else the fluid mode stands for itself.
+        centre: it belongs to the point that is judged.
+        at: one knob per contender instead of a sweep; missing ones take their default.
+    """
+
+    scenario: str
+    t_ready_s: float
+    peak: float
+    seed: int
+    contenders: tuple[str, ...]
+    attainment: float
+    knobs: int = 8
+    events: bool = True
+    centre: bool = True
+    at: Mapping[str, float] | None = None
+
+    @property
+    def key(self) -> str:
+        """For a person."""
+        return (
+            f"{self.scenario}, T_ready {self.t_ready_s:g} s, peak {self.peak:g}, seed {self.seed}"
+        )
+
+    def job(self, mode: Mode, contender: str = "", knob: float = 0.0) -> Job:
+        """A run of this input."""
+        check = mode == "event" and contender == OURS
+        return Job(
+            scenario=self.scenario,
+            t_ready_s=self.t_ready_s,
+            peak=self.peak,
+            seed=self.seed,
+            mode=mode,
+            contender=contender,
+            knob=knob,
+            attainment=self.attainment,
+            check=check,
+        )
+
+
+def settle(errand: Errand, results: Results, tell: Tell) -> tuple[Input, dict[str, Any]]:
+    """Run what is missing.
+
+    Args:
+        tell: called after each run with its name and the share of the errand that is done.
+
+    Returns:
+        The input for the verdict, and a document with everything a report shows of it.
+    """
+    contenders = {name: entrants.contenders()[name] for name in errand.contenders}
+    steps = _Steps(errand, results, tell, total=_runs(errand, contenders))
+    bound = steps.run(errand.job("bound"))["bound"]
+    entries: dict[str, Entry] = {}
+    shown: dict[str, Any] = {}
+    for name, contender in contenders.items():
+        entries[name], shown[name] = _entry(errand, contender, steps)
+    mode: Mode = "event" if errand.events else "fluid"
+    bracket = steps.run(errand.job("bracket", knob=float(errand.events)))["bracket"]
+    ours = contenders[OURS]
+    final = steps.run(errand.job(mode, OURS, ours.default))
+    scores = final["scores"]
+    found = Input(
+        key=errand.key,
+        scenario=errand.scenario,
+        kind=entrants.scenarios()[errand.scenario].kind,
+        entries=entries,
+        floor_gpu_hours=bound["floor_gpu_hours"],
+        lower_gpu_hours=bound["lower_gpu_hours"],
+        osim_gpu_hours=bracket["osim_gpu_hours"],
+        ours=_point(ours.default, scores),
+        reversals_per_h=scores["reversals_per_h"],
+        starts=scores["starts"],
+        wasted=scores["wasted"],
+    )
+    document = {
+        "key": errand.key,
+        "about": _about(errand),
+        "mode": mode,
+        "bound": bound,
+        "bracket": bracket,
+        "entries": shown,
+        "ours": final,
+        "unexpected": final.get("unexpected"),
+    }
+    return found, document
+
+
+def _about(errand: Errand) -> dict[str, Any]:
+    """What a person wants to know of the input."""
+    scenario = entrants.scenarios()[errand.scenario]
+    return {
+        "scenario": errand.scenario,
+        "kind": scenario.kind,
+        "title": scenario.title,
+        "expected": scenario.expected,
+        "t_ready_s": errand.t_ready_s,
+        "peak": errand.peak,
+        "seed": errand.seed,
+        "ttft_s": scenario.slo.ttft_s,
+        "tpot_s": scenario.slo.tpot_s,
+        "default": entrants.contenders()[OURS].default,
+        "centre": errand.centre,
+    }
+
+
+def _entry(errand: Errand, contender: Contender, steps: _Steps) -> tuple[Entry, dict[str, Any]]:
+    sweep = {}
+    for knob in _knobs(errand, contender):
+        sweep[knob] = steps.run(errand.job("fluid", contender.name, knob))
+    entry = Entry(
+        contender=contender.name,
+        fluid=tuple(_point(knob, result["scores"]) for knob, result in sweep.items()),
+        hindsight=contender.hindsight,
+    )
+    confirmed: dict[float, Mapping[str, Any]] = {}
+    if errand.events:
+        while (knob := next_knob(entry, errand.attainment)) is not None:
+            confirmed[knob] = steps.run(errand.job("event", contender.name, knob))
+            point = _point(knob, confirmed[knob]["scores"])
+            entry = Entry(
+                entry.contender, entry.fluid, (*entry.event, point), hindsight=entry.hindsight
+            )
+    else:
+        entry = Entry(entry.contender, entry.fluid, entry.fluid, hindsight=entry.hindsight)
+        confirmed = dict(sweep)
+    best = entry.best(errand.attainment)
+    chosen = best or max(entry.event, key=lambda p: (p.attainment, -p.gpu_hours), default=None)
+    return entry, {
+        "fluid": {str(k): r["scores"] for k, r in sweep.items()},
+        "event": {str(k): r["scores"] for k, r in confirmed.items()},
+        "chosen": None if chosen is None else chosen.knob,
+        "reached": best is not None,
+        "hindsight": contender.hindsight,
+        "trace": None if chosen is None else confirmed[chosen.knob]["trace"],
+    }
+
+
+def _knobs(errand: Errand, contender: Contender) -> tuple[float, ...]:
+    if errand.at is not None:
+        return (errand.at.get(contender.name, contender.default),)
+    values = contender.values
+    if len(values) > errand.knobs:
+        places = {round(i * (len(values) - 1) / (errand.knobs - 1)) for i in range(errand.knobs)}
+        values = tuple(values[i] for i in sorted(places))
+    if contender.name == OURS and contender.default not in values:
+        values = (*values, contender.default)
+    return values
+
+
+def _runs(errand: Errand, contenders: Mapping[str, Contender]) -> float:
+    """What the errand comes to, in event runs; a fluid run counts as a tenth."""
+    fluid = sum(len(_knobs(errand, c)) for c in contenders.values())
+    return 0.1 * fluid + (2.0 * len(contenders) + 6.0 if errand.events else 1.0)
+
+
+def _point(knob: float, scores: Mapping[str, Any]) -> Point:
+    return Point(knob, scores["attainment"], scores["gpu_hours"])
+
+
+class _Steps:
+    """Runs with their bookkeeping."""
+
+    def __init__(self, errand: Errand, results: Results, tell: Tell, *, total: float) -> None:
+        self._errand, self._results, self._tell = errand, results, tell
+        self._total, self._done = total, 0.0
+
+    def run(self, job: Job) -> Mapping[str, Any]:
+        """The result of a job, from the folder or now."""
+        found = self._results.get(job)
+        if found is None:
+            found = execute(job)
+            self._results.put(job, found)
+        self._done += {"fluid": 0.1, "event": 1.0, "bracket": 5.0, "bound": 0.1}[job.mode]
+        name = f"{job.contender or job.mode} {job.knob:g}" if job.contender else job.mode
+        self._tell(f"{self._errand.key}: {name}", min(0.999, self._done / self._total))
+        return found
