@@ -1,16 +1,18 @@
 """`make bench`: the main job in figures.
 
-Prints one line at the end:
+Prints these lines at the end:
 
     bench-main first_answer_s= attainment= unexplained= route_p50_us= route_p99_us= route_per_s_16=
                route_cpu_us= sim_hour_s=
+    bench-tick decide_ms_10= decide_ms_32= decide_ms_1000= tick_ms_10=
 
 first_answer_s: from a fresh clone, with the dependencies installed and nothing downloaded, to the
 first answered request of `readyplane up`. attainment, unexplained: of `readyplane up --quick` on
 the Azure conversation trace. route_*: gRPC route plus complete against a router process with real
 stores, 8 prefill and 8 decode workers and prompts of 1,024 tokens; quantiles at 1 in flight,
 rate at 16; route_cpu_us is the router's own CPU. sim_hour_s: CPU seconds of the Azure conversation
-hour in the simulator on one core.
+hour in the simulator on one core. decide_ms_*: CPU of one decision of the planner by the number of
+workers; tick_ms_10: of the whole round around it.
 
 A figure that could not be taken is printed as nan, with the reason above it.
 """
@@ -28,6 +30,7 @@ import time
 from pathlib import Path
 
 from bench.route import measure_routes
+from bench.tick import measure_ticks
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("READYPLANE_DATA", ROOT.parent / "shared" / "data"))
@@ -97,16 +100,25 @@ def measure_hour() -> dict[str, float]:
     return {"sim_hour_s": seconds}
 
 
+MEASURES = (
+    ("up", "bench-main", measure_up),
+    ("route", "bench-main", measure_routes),
+    ("tick", "bench-tick", measure_ticks),
+    ("hour", "bench-main", measure_hour),
+)
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="the main job in figures")
-    parser.add_argument("--only", choices=("up", "route", "hour"), action="append")
-    only = parser.parse_args().only or ["up", "route", "hour"]
-    figures: dict[str, float] = {}
-    for name, measure in (("up", measure_up), ("route", measure_routes), ("hour", measure_hour)):
-        if name in only:
-            figures.update(measure())
-    print("bench-main " + " ".join(f"{k}={v:.4g}" for k, v in figures.items()))
+    parser.add_argument("--only", choices=[name for name, _, _ in MEASURES], action="append")
+    only = parser.parse_args().only
+    lines: dict[str, dict[str, float]] = {}
+    for name, line, measure in MEASURES:
+        if only is None or name in only:
+            lines.setdefault(line, {}).update(measure())
+    for line, figures in lines.items():
+        print(f"{line} " + " ".join(f"{k}={v:.4g}" for k, v in figures.items()))
     return 0
 
 
