@@ -1,0 +1,96 @@
+"""Workers of the fluid: allocations with their dates, and the bill that follows from them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from readyplane.core.profile import ClassProfile
+from readyplane.core.startup import WeightTier
+from readyplane.core.worker import WorkerState
+from readyplane_lab.simulator.outcome import Life
+
+RENEWAL_S = 2.0
+"""A worker hears of its drain and asks to leave when it renews its lease."""
+
+
+@dataclass(slots=True, eq=False)
+class FluidWorker:
+    """One allocation.
+
+    Attributes:
+        ordinal: of this start in its pool. drain_s, leaves_s: asked to drain; free to leave then.
+        lost_until_s: crashed, and the router does not know before then.
+        source: whose weights it reads: "" the store, None: it does not read.
+        free_s: when its prefill queue is worked off. jobs: (done, row, tokens, weight) of it.
+    """
+
+    worker_id: str
+    pool: str
+    ordinal: int
+    profile: ClassProfile
+    decision_id: str
+    allocated_s: float
+    provisioned_s: float = 0.0
+    ready_s: float | None = None
+    drain_s: float | None = None
+    leaves_s: float | None = None
+    released_s: float | None = None
+    lost_until_s: float | None = None
+    failure: str = ""
+    tier: WeightTier = WeightTier.UNKNOWN
+    source: str | None = None
+    bytes_left: float = 0.0
+    free_s: float = 0.0
+    jobs: deque[tuple[float, int, float, float]] = field(default_factory=deque)
+    promised: float = 0.0
+    computed: float = 0.0
+    seen_computed: float = 0.0
+    seen_promised: float = 0.0
+
+    @property
+    def serving(self) -> bool:
+        """Ready or draining."""
+        return self.ready_s is not None and self.released_s is None
+
+    @property
+    def state(self) -> WorkerState:
+        """As the router would say; allocated and not registered: ORDERED."""
+        if self.ready_s is not None:
+            return WorkerState.READY if self.drain_s is None else WorkerState.DRAINING
+        return WorkerState.PROVISIONED
+
+    def told(self, now_s: float) -> bool:
+        """Whether the router knows it: registered, and its lease has not run out."""
+        if self.released_s is not None:
+            return self.lost_until_s is not None and now_s < self.lost_until_s
+        return self.provisioned_s <= now_s
+
+    def renewal_after(self, at_s: float) -> float:
+        """Its first lease renewal at or after that second."""
+        ready_s = self.ready_s or 0.0
+        return ready_s + RENEWAL_S * max(0, -int(-(at_s - ready_s) // RENEWAL_S))
+
+    def leave_s(self, idle_s: float) -> float:
+        """When it is gone: it heard of the drain at one renewal and says at a later one that it
+        is idle.
+        """
+        heard_s = self.renewal_after(self.drain_s or 0.0)
+        return self.renewal_after(max(idle_s, heard_s + 1e-6))
+
+    def life(self, end_s: float) -> Life:
+        """For the result."""
+        return Life(
+            worker_id=self.worker_id,
+            pool=self.pool,
+            worker_class=self.profile.worker_class,
+            gpus=self.profile.gpus,
+            price_per_gpu_hour=self.profile.price_per_gpu_hour,
+            allocated_s=self.allocated_s,
+            ready_s=self.ready_s,
+            drain_s=self.drain_s,
+            released_s=end_s if self.released_s is None else self.released_s,
+            tier=str(self.tier),
+            failure=self.failure,
+            decision_id=self.decision_id,
+        )

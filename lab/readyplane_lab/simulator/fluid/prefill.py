@@ -1,0 +1,213 @@
+"""The prefill side: one queue in front of all workers, first come first served.
+
+The router binds late and then to whoever has the least work, which is one queue in front of many
+servers. Where each row is a request that is played exactly: every row starts on the server that is
+free first. Where rows stand for many requests the pool is one stream: a row waits for the work
+ahead of it at the pool's capacity, and besides, as long as nothing is backed up, for a server to
+become free, by Sakasegawa's approximation of M/G/c, spread exponentially over the rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from math import exp, log, sqrt
+
+import numpy as np
+
+from readyplane.core.profile import ClassProfile
+from readyplane_lab.simulator.fluid.arrivals import Arrivals
+from readyplane_lab.simulator.fluid.fleet import FluidWorker
+from readyplane_lab.simulator.outcome import Floats
+
+SPREAD_TAU_S = 30.0
+BUSY_MAX = 0.98
+GOLDEN = 0.6180339887498949
+
+Book = Callable[[int, float], bool]
+"""(row, second) -> whether a decode worker promised it a place."""
+Done = Callable[[int, FluidWorker | None, float], None]
+"""(row, worker, end of its prefill)."""
+
+
+def prefill_seconds(profile: ClassProfile, arrivals: Arrivals) -> Floats:
+    """Worker-seconds of each prompt, as `ClassProfile.prefill_s`, for all rows at once."""
+    x = np.array([p[0] for p in profile.prefill_points])
+    y = np.array([profile.prefill_s(tokens) for tokens in x])
+    tail = profile.prefill_s(float(x[-1]) + 1.0) - y[-1]
+
+    def at(tokens: Floats) -> Floats:
+        found: Floats = np.interp(tokens, x, y) + tail * np.maximum(0.0, tokens - x[-1])
+        return found
+
+    cached = np.minimum(arrivals.cached, arrivals.isl - 1.0)
+    alone = at(arrivals.isl - cached)
+    return np.where(cached > 0, np.maximum(alone, at(arrivals.isl) - at(cached)), alone)
+
+
+class Queue:
+    """Rows that wait in the router, oldest first. Tokens count with their weights."""
+
+    def __init__(self) -> None:
+        self.rows: deque[int] = deque()
+        self.requests = self.tokens = 0.0
+        self.blocked = False
+
+    def push(self, row: int, tokens: float, weight: float) -> None:
+        """At the end."""
+        self.rows.append(row)
+        self.requests += weight
+        self.tokens += tokens * weight
+
+    def put_back(self, row: int, tokens: float, weight: float) -> None:
+        """At the front: its worker has been lost."""
+        self.rows.appendleft(row)
+        self.requests += weight
+        self.tokens += tokens * weight
+
+    def pop(self, tokens: float, weight: float) -> int:
+        """The oldest; it starts or is refused."""
+        self.requests -= weight
+        self.tokens -= tokens * weight
+        row = self.rows.popleft()
+        if not self.rows:
+            self.requests = self.tokens = 0.0
+        return row
+
+
+class Servers:
+    """Every row is one request: each takes the server that is free first."""
+
+    def __init__(self, arrivals: Arrivals, service_s: list[float], since_s: list[float]) -> None:
+        self.queue = Queue()
+        self._isl = arrivals.isl.tolist()
+        self._service_s = service_s
+        self._since_s = since_s
+        self._free: list[tuple[float, int, FluidWorker]] = []
+        self._ties = 0
+
+    def join(self, worker: FluidWorker, now_s: float) -> None:
+        """A worker is ready."""
+        worker.free_s = max(worker.free_s, now_s)
+        self._ties += 1
+        heappush(self._free, (worker.free_s, self._ties, worker))
+
+    def close(self, worker: FluidWorker) -> None:
+        """It takes nothing new."""
+        self._free = [entry for entry in self._free if entry[2] is not worker]
+        heapify(self._free)
+
+    def serve(self, from_s: float, until_s: float, book: Book, done: Done) -> None:
+        """Start whoever can start before `until_s`."""
+        queue, free = self.queue, self._free
+        rows, isl, service_s, since_s = queue.rows, self._isl, self._service_s, self._since_s
+        earliest_s = from_s if queue.blocked else 0.0
+        queue.blocked = False
+        while rows and free:
+            row = rows[0]
+            free_s, _, worker = free[0]
+            start_s = max(free_s, since_s[row], earliest_s)
+            if start_s >= until_s:
+                return
+            if not book(row, start_s):
+                queue.blocked = True
+                return
+            queue.pop(isl[row], 1.0)
+            end_s = start_s + service_s[row]
+            worker.free_s = end_s
+            self._ties += 1
+            heappop(free)
+            heappush(free, (end_s, self._ties, worker))
+            done(row, worker, end_s)
+
+
+class Stream:
+    """Rows stand for many requests: the pool is one server as fast as all workers together."""
+
+    def __init__(self, arrivals: Arrivals, service_s: list[float], since_s: list[float]) -> None:
+        self.queue = Queue()
+        self._isl = arrivals.isl.tolist()
+        self._weight = arrivals.weight.tolist()
+        at_s = arrivals.at_s
+        self._gap_s = np.append(np.diff(at_s), 0.0).tolist()
+        self._service_s = service_s
+        self._since_s = since_s
+        self._workers: list[FluidWorker] = []
+        self._clock_s = 0.0
+        self._left = 0.0
+        self._begun_s = 0.0
+        self._open = False
+        self._work = self._mean = self._square = 0.0
+        self._seen_s = 0.0
+
+    def join(self, worker: FluidWorker, now_s: float) -> None:
+        """A worker is ready."""
+        worker.free_s = now_s
+        self._workers.append(worker)
+
+    def close(self, worker: FluidWorker) -> None:
+        """It takes nothing new."""
+        self._workers = [w for w in self._workers if w is not worker]
+
+    def serve(self, from_s: float, until_s: float, book: Book, done: Done) -> None:
+        """Serve as much of the queue as the pool can until then."""
+        queue, since_s = self.queue, self._since_s
+        span_s = until_s - from_s
+        rate = sum(min(span_s, max(0.0, until_s - w.free_s)) for w in self._workers) / span_s
+        clock_s = max(self._clock_s, from_s)
+        if queue.blocked:
+            queue.blocked = False
+            clock_s = max(clock_s, from_s)
+        while queue.rows and rate > 0:
+            row = queue.rows[0]
+            weight, own_s = self._weight[row], self._service_s[row]
+            if not self._open:
+                start_s = max(clock_s, since_s[row])
+                if start_s >= until_s:
+                    break
+                if not book(row, start_s):
+                    queue.blocked = True
+                    break
+                self._open, self._begun_s, self._left = True, start_s, weight * own_s
+                clock_s = start_s
+                self._learn(row, start_s)
+            if self._left > (until_s - clock_s) * rate:
+                self._left -= (until_s - clock_s) * rate
+                clock_s = until_s
+                break
+            clock_s += self._left / rate
+            self._open = False
+            queue.pop(self._isl[row], weight)
+            middle_s = since_s[row] + self._gap_s[row] / 2
+            fluid_s = max(0.0, (self._begun_s + clock_s) / 2 - middle_s)
+            wait_s = max(fluid_s, self._noise_s(row, rate))
+            done(row, None, since_s[row] + wait_s + own_s)
+        self._clock_s = clock_s
+
+    @property
+    def workers(self) -> list[FluidWorker]:
+        """That serve."""
+        return self._workers
+
+    def _learn(self, row: int, now_s: float) -> None:
+        """Arriving work and its spread, over the last half minute."""
+        weight, own_s = self._weight[row], self._service_s[row]
+        fade = exp(-(now_s - self._seen_s) / SPREAD_TAU_S)
+        self._seen_s = now_s
+        self._work = self._work * fade + weight
+        self._mean = self._mean * fade + weight * own_s
+        self._square = self._square * fade + weight * own_s * own_s
+
+    def _noise_s(self, row: int, rate: float) -> float:
+        """Wait for a server to become free while nothing is backed up."""
+        mean_s = self._mean / self._work
+        cv2 = max(0.0, self._square / self._work / (mean_s * mean_s) - 1.0)
+        covered_s = SPREAD_TAU_S * (1.0 - exp(-max(1.0, self._seen_s) / SPREAD_TAU_S))
+        busy = min(BUSY_MAX, self._mean / covered_s / rate)
+        waits = busy ** (sqrt(2.0 * (rate + 1.0)) - 1.0)
+        place = (row * GOLDEN) % 1.0
+        if place < 1.0 - waits:
+            return 0.0
+        each_s = mean_s * (1.0 + cv2) / 2.0 / (rate * (1.0 - busy))
+        return -each_s * log(max(1e-6, (1.0 - place) / waits))
