@@ -78,7 +78,7 @@ def test_who_gets_nowhere_is_confirmed_once_at_its_nearest() -> None:
 
 
 def test_best_tuned_is_the_cheapest_baseline_that_reaches_it() -> None:
-    seer = Entry("clairvoyant", (), (Point(1.0, 1.0, 5.0),), hindsight=True)
+    seer = Entry("clairvoyant", (), (Point(1.0, 1.0, 5.0),), bound=True)
     one = case(entry("a", (1, 0.98, 6.0), (2, 0.99, 11.0)), entry("b", (1, 0.995, 10.5)), seer)
     found = best_tuned(one, A)
     assert found is not None and found[0] == "b" and found[1].gpu_hours == 10.5

@@ -88,6 +88,7 @@ class Contender:
         default: the published value, used where nothing is tuned.
         make: (knob value, setting) -> what plays; called once a run, so it may keep state.
         aware: whether it uses T_ready. hindsight: whether it knows the future.
+        bound: it is there to bound the others and is no baseline to be beaten.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Contender:
     make: Callable[[float, Setting], Fielded]
     aware: bool = False
     hindsight: bool = False
+    bound: bool = False
 
 
 @dataclass(frozen=True, slots=True)

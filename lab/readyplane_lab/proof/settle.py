@@ -135,7 +135,7 @@ def _entry(errand: Errand, contender: Contender, steps: _Steps) -> tuple[Entry, 
     entry = Entry(
         contender=contender.name,
         fluid=tuple(_point(knob, result["scores"]) for knob, result in sweep.items()),
-        hindsight=contender.hindsight,
+        bound=contender.bound,
     )
     confirmed: dict[float, Mapping[str, Any]] = {}
     if errand.events:
@@ -143,10 +143,10 @@ def _entry(errand: Errand, contender: Contender, steps: _Steps) -> tuple[Entry, 
             confirmed[knob] = steps.run(errand.job("event", contender.name, knob))
             point = _point(knob, confirmed[knob]["scores"])
             entry = Entry(
-                entry.contender, entry.fluid, (*entry.event, point), hindsight=entry.hindsight
+                entry.contender, entry.fluid, (*entry.event, point), bound=entry.bound
             )
     else:
-        entry = Entry(entry.contender, entry.fluid, entry.fluid, hindsight=entry.hindsight)
+        entry = Entry(entry.contender, entry.fluid, entry.fluid, bound=entry.bound)
         confirmed = dict(sweep)
     best = entry.best(errand.attainment)
     chosen = best or max(entry.event, key=lambda p: (p.attainment, -p.gpu_hours), default=None)
@@ -155,7 +155,7 @@ def _entry(errand: Errand, contender: Contender, steps: _Steps) -> tuple[Entry, 
         "event": {str(k): r["scores"] for k, r in confirmed.items()},
         "chosen": None if chosen is None else chosen.knob,
         "reached": best is not None,
-        "hindsight": contender.hindsight,
+        "bound": contender.bound,
         "trace": None if chosen is None else confirmed[chosen.knob]["trace"],
     }
 

@@ -37,13 +37,13 @@ class Entry:
     """One contender on one input.
 
     Attributes:
-        fluid: the sweep. event: confirmed points. hindsight: it knows the future.
+        fluid: the sweep. event: confirmed points. bound: it is no baseline.
     """
 
     contender: str
     fluid: tuple[Point, ...] = ()
     event: tuple[Point, ...] = ()
-    hindsight: bool = False
+    bound: bool = False
 
     def best(self, attainment: float) -> Point | None:
         """The cheapest confirmed point that reaches the attainment."""
@@ -141,7 +141,7 @@ def summary(inputs: Sequence[Input], *, attainment: float) -> Summary:
     """Everything that the last line says, over the inputs of the centre point.
 
     `r_*`: ours over O_SIM. `worst_vs_best_tuned`: ours over the cheapest baseline, each baseline
-    tuned on that input in hindsight; bounds that know the future are no baselines.
+    tuned on that input in hindsight; bounds are no baselines.
     `worst_vs_one_knob`: for each baseline the median over inputs of ours over it at its one knob,
     and of these the worst.
     """
@@ -185,7 +185,7 @@ def best_tuned(one: Input, attainment: float) -> tuple[str, Point] | None:
     found = [
         (entry.contender, point)
         for entry in one.entries.values()
-        if not entry.hindsight and entry.contender != OURS
+        if not entry.bound and entry.contender != OURS
         if (point := entry.best(attainment)) is not None
     ]
     return min(found, key=lambda f: (f[1].gpu_hours, f[0]), default=None)
@@ -204,7 +204,7 @@ def one_knob(
     names = dict.fromkeys(name for one in inputs for name in one.entries)
     for name in names:
         entries = [one.entries[name] for one in inputs if name in one.entries]
-        if name == OURS or any(entry.hindsight for entry in entries):
+        if name == OURS or any(entry.bound for entry in entries):
             continue
         knob = _one_knob(entries, attainment)
         if knob is None:

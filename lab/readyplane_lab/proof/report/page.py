@@ -82,7 +82,7 @@ def _standings(centre: Sequence[Mapping[str, Any]], attainment: float) -> str:
             (
                 entry_hours(entry, one["mode"])
                 for name, entry in one["entries"].items()
-                if entry["reached"] and not entry["hindsight"]
+                if entry["reached"] and not entry["bound"]
             ),
             default=math.nan,
         )
@@ -108,7 +108,7 @@ def _cell(one: Mapping[str, Any], entry: Mapping[str, Any] | None, best: float) 
     scores = _chosen(entry, one["mode"])
     if not entry["reached"]:
         return f'<td class="missed">{scores["attainment"]:.2%}</td>'
-    style = ' class="best"' if scores["gpu_hours"] <= best and not entry["hindsight"] else ""
+    style = ' class="best"' if scores["gpu_hours"] <= best and not entry["bound"] else ""
     title = f"knob {entry['chosen']:g}, attainment {scores['attainment']:.2%}"
     return f'<td{style} title="{title}">{scores["gpu_hours"]:.2f}</td>'
 
@@ -229,7 +229,7 @@ def _best_baseline(one: Mapping[str, Any]) -> str:
     found = [
         (entry_hours(entry, one["mode"]), name)
         for name, entry in one["entries"].items()
-        if entry["reached"] and not entry["hindsight"] and name != OURS
+        if entry["reached"] and not entry["bound"] and name != OURS
     ]
     return min(found)[1] if found else ""
 
