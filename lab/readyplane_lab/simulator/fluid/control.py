@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from readyplane.core.startup import StartMode, StartSample
-from readyplane.core.worker import Role
 from readyplane_lab.simulator.fluid.decode import Batch
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
 from readyplane_lab.simulator.fluid.options import FluidOptions

@@ -21,7 +21,6 @@ class FluidWorker:
     Attributes:
         ordinal: of this start in its pool. drain_s, leaves_s: asked to drain; free to leave then.
         lost_until_s: crashed, and the router does not know before then.
-        source: whose weights it reads: "" the store, None: it does not read.
         free_s: when its prefill queue is worked off. jobs: (done, row, tokens, weight) of it.
     """
 
@@ -39,8 +38,6 @@ class FluidWorker:
     lost_until_s: float | None = None
     failure: str = ""
     tier: WeightTier = WeightTier.UNKNOWN
-    source: str | None = None
-    bytes_left: float = 0.0
     free_s: float = 0.0
     jobs: deque[tuple[float, int, float, float]] = field(default_factory=deque)
     promised: float = 0.0

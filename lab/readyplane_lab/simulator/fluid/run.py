@@ -115,6 +115,7 @@ class FluidRun:
             until_s = min(now_s + self.options.step_s, next_tick_s)
             self._step(now_s, until_s)
             now_s = until_s
+        self._starts.close()
         return self._result(now_s)
 
     def _first_fleet(self) -> None:
@@ -259,7 +260,7 @@ class FluidRun:
 
     def _ready(self, worker: FluidWorker, at_s: float) -> None:
         worker.ready_s = at_s
-        self._starts.add_peer(worker.worker_id)
+        self._starts.sources.add_peer(worker.worker_id)
         self._control.started(worker)
         (self.prefill if worker.pool == "prefill" else self.decode).join(worker, at_s)
 
@@ -286,7 +287,8 @@ class FluidRun:
         worker.released_s, worker.failure = at_s, failure
         del self.fleet[worker.worker_id]
         self.ended.append(worker)
-        self._starts.remove_peer(worker.worker_id)
+        self._starts.cancel(worker)
+        self._starts.sources.remove_peer(worker.worker_id)
         if worker.ready_s is None:
             return
         if worker.pool == "prefill":

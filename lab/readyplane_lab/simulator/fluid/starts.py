@@ -1,19 +1,53 @@
 """Starts on the fluid's time: the same segments, draws and sources of weights as the event mode.
 
-Owns the course of each start between order and ready: a start is a handful of timed steps, so it
-is played exactly, with its readers contending for the store and for peers.
+Owns the course of each start between order and ready. A start is a handful of timed steps, so it is
+played exactly: the coroutine by which the event mode moves weights runs here as well, with pauses
+that this module lets pass, so that readers contend for the store and for peers in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from heapq import heappop, heappush
 
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
-from readyplane_lab.simulator.startup import MARKS, Draws, StartUpModel
+from readyplane_lab.simulator.sources import WeightSources
+from readyplane_lab.simulator.startup import Draws, StartUpModel
 
-SEGMENTS_BEFORE = (SegmentName.RUNTIME_IMPORT, SegmentName.ARTIFACT_DISCOVERY)
+BEFORE_WEIGHTS = 2
+"""Segments that come before the weights: import, and finding the sources."""
+
+
+class _Pause:
+    """What a coroutine awaits to let seconds pass."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __await__(self) -> Generator[float, None, None]:
+        yield self.seconds
+
+
+class _Pauses:
+    """A clock for coroutines that are driven by hand: only its pauses mean something."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic_s(self) -> float:
+        """The fluid's second."""
+        return self.now_s
+
+    def wall_s(self) -> float:
+        """The same."""
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        """Let it pass."""
+        await _Pause(max(0.0, seconds))
 
 
 class Starts:
@@ -21,6 +55,9 @@ class Starts:
 
     Args:
         on_ready: told each worker with the second at which it serves.
+
+    Attributes:
+        sources: who gives weights.
     """
 
     def __init__(
@@ -29,16 +66,28 @@ class Starts:
         self._model = model
         self._draws = draws
         self._on_ready = on_ready
-        self._due: list[tuple[float, int, FluidWorker, Callable[[FluidWorker, float], None]]] = []
+        self._clock = _Pauses()
+        self.sources = WeightSources(model, clock=self._clock)
+        self._courses: dict[FluidWorker, Coroutine[object, None, WeightTier]] = {}
+        self._due: list[tuple[float, int, FluidWorker]] = []
         self._ties = 0
-        self._peers: dict[str, int] = {}
-        self._store_readers = 0
 
     def begin(self, worker: FluidWorker, now_s: float) -> None:
         """Order one."""
         worker.provisioned_s = now_s + self._seconds(worker, SegmentName.SCHEDULE)
-        before_s = sum(self._seconds(worker, name) for name in SEGMENTS_BEFORE)
-        self._at(worker.provisioned_s + before_s, worker, self._fetch)
+        self._courses[worker] = self._live(worker)
+        self._push(now_s, worker)
+
+    def cancel(self, worker: FluidWorker) -> None:
+        """It is wanted no more; whatever it reads, others may read faster from now on."""
+        course = self._courses.pop(worker, None)
+        if course is not None:
+            course.close()
+
+    def close(self) -> None:
+        """The run is over."""
+        for worker in list(self._courses):
+            self.cancel(worker)
 
     def alone_s(self, pool: str, ordinal: int) -> float:
         """A lone cold start of that draw, for workers that were there before the run."""
@@ -49,68 +98,35 @@ class Starts:
     def advance(self, until_s: float) -> None:
         """Play everything up to and with that second, in order."""
         while self._due and self._due[0][0] <= until_s:
-            at_s, _, worker, step = heappop(self._due)
-            if worker.released_s is None:
-                step(worker, at_s)
+            at_s, _, worker = heappop(self._due)
+            course = self._courses.get(worker)
+            if course is None:
+                continue
+            self._clock.now_s = at_s
+            try:
+                pause_s = course.send(None)
+            except StopIteration as end:
+                del self._courses[worker]
+                worker.tier = end.value
+                self._on_ready(worker, at_s)
             else:
-                self._let_go(worker)
+                self._push(at_s + float(pause_s), worker)  # type: ignore[arg-type]
 
-    def add_peer(self, worker_id: str) -> None:
-        """A ready worker gives its weights from now on."""
-        self._peers.setdefault(worker_id, 0)
+    async def _live(self, worker: FluidWorker) -> WeightTier:
+        """One start, as `SimWorker` lives it."""
+        names = list(self._model.segments)
+        await self._clock.sleep(self._seconds(worker, SegmentName.SCHEDULE))
+        for name in names[:BEFORE_WEIGHTS]:
+            await self._clock.sleep(self._seconds(worker, name))
+        cached = self._model.is_cached(self._draws, worker.pool, worker.ordinal)
+        tier = await self.sources.fetch(cached=cached)
+        for name in names[BEFORE_WEIGHTS:]:
+            await self._clock.sleep(self._seconds(worker, name))
+        return tier
 
-    def remove_peer(self, worker_id: str) -> None:
-        """It gives no more."""
-        self._peers.pop(worker_id, None)
-
-    def _at(
-        self, at_s: float, worker: FluidWorker, step: Callable[[FluidWorker, float], None]
-    ) -> None:
+    def _push(self, at_s: float, worker: FluidWorker) -> None:
         self._ties += 1
-        heappush(self._due, (at_s, self._ties, worker, step))
+        heappush(self._due, (at_s, self._ties, worker))
 
     def _seconds(self, worker: FluidWorker, name: SegmentName) -> float:
         return self._model.seconds(name, self._draws, worker.pool, worker.ordinal)
-
-    def _fetch(self, worker: FluidWorker, at_s: float) -> None:
-        """Choose a source: the peer with the fewest readers that has room, else the store."""
-        worker.bytes_left = self._model.weight_bytes
-        free = [(n, w) for w, n in self._peers.items() if n < self._model.peer_readers_max]
-        if free:
-            worker.source = min(free)[1]
-            self._peers[worker.source] += 1
-        else:
-            worker.source = ""
-            self._store_readers += 1
-        self._piece(worker, at_s)
-
-    def _piece(self, worker: FluidWorker, at_s: float) -> None:
-        """One piece at the rate that its readers leave each other now."""
-        model = self._model
-        if worker.source and worker.source not in self._peers:
-            worker.source = ""
-            self._store_readers += 1
-        if worker.source:
-            rate = model.peer_bytes_per_s / self._peers[worker.source]
-        else:
-            rate = model.store_bytes_per_s / self._store_readers
-        size = model.weight_bytes / MARKS
-        worker.bytes_left -= size
-        last = worker.bytes_left < size / 2
-        self._at(at_s + size / rate, worker, self._fetched if last else self._piece)
-
-    def _fetched(self, worker: FluidWorker, at_s: float) -> None:
-        worker.tier = WeightTier.L1_HOST if worker.source else WeightTier.L4_OBJECT
-        self._let_go(worker)
-        names = list(self._model.segments)[2:]
-        self._at(at_s + sum(self._seconds(worker, n) for n in names), worker, self._on_ready)
-
-    def _let_go(self, worker: FluidWorker) -> None:
-        """Stop reading; once, whatever the start was at."""
-        if worker.source is None:
-            return
-        if not worker.source:
-            self._store_readers -= 1
-        elif worker.source in self._peers:
-            self._peers[worker.source] -= 1
-        worker.source = None

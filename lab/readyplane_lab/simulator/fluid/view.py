@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from readyplane.core.startup import StartQuantiles
-from readyplane.core.worker import WorkerState
 from readyplane_lab.simulator.fluid.decode import Batch
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
 from readyplane_lab.simulator.fluid.recent import RecentLatency, RecentLengths
