@@ -21,6 +21,8 @@ CORRECTION_TAU_S = 120.0
 KV_FILL_MAX = 0.9
 """Share of the KV pool that is planned for: the rest absorbs long answers and fragmentation."""
 STEPS = 8
+_SQRT_2 = math.sqrt(2.0)
+_SQRT_2_PI = math.sqrt(2.0 * math.pi)
 
 
 class Combine(StrEnum):
@@ -41,6 +43,18 @@ class Supply:
     def at(self, ahead_s: float) -> int:
         """Workers that serve `ahead_s` from now."""
         return self.ready + sum(1 for eta in self.arrivals_s if eta <= ahead_s)
+
+    def steps(self, within_s: float) -> list[tuple[int, float]]:
+        """(workers that serve, for how many seconds), one after another until then."""
+        if not self.arrivals_s:
+            return [(self.ready, within_s)]
+        count, at_s = self.at(0.0), 0.0
+        out: list[tuple[int, float]] = []
+        for eta in sorted(e for e in self.arrivals_s if 0 < e < within_s):
+            out.append((count, eta - at_s))
+            count, at_s = count + 1, eta
+        out.append((count, within_s - at_s))
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +84,18 @@ class DecodeModel:
     kv_tokens: float
     sequences_max: float
 
+    @property
+    def each_s(self) -> float:
+        """What one sequence of the mean context adds to an iteration."""
+        return self.per_sequence_s + self.per_kv_token_s * self.context
+
     def iteration_s(self, sequences: float) -> float:
         """Seconds a token at that many sequences of the mean context."""
-        return self.base_s + sequences * (self.per_sequence_s + self.per_kv_token_s * self.context)
+        return self.base_s + sequences * self.each_s
 
     def sequences_at(self, tpot_s: float) -> float:
         """Most sequences one worker runs within `tpot_s`, its KV pool and its batch limit."""
-        each_s = self.per_sequence_s + self.per_kv_token_s * self.context
+        each_s = self.each_s
         by_time = (tpot_s - self.base_s) / each_s if each_s > 0 else self.sequences_max
         by_memory = KV_FILL_MAX * self.kv_tokens / max(1.0, self.context)
         return max(0.0, min(by_time, by_memory, self.sequences_max))
@@ -171,45 +190,40 @@ def decode_model(profile: ClassProfile, *, isl: float, osl: float, factor: float
     )
 
 
-def overrun(*, start: float, drift: float, variance: float, within_s: float, limit: float) -> float:
+def overrun(start: float, drift: float, variance: float, within_s: float, limit: float) -> float:
     """Chance that a queue is above `limit` after `within_s`; it never falls below empty.
 
     A reflected Brownian motion, which holds the backlog of now, growth, and the steady state of a
-    busy queue in one formula. Tokens; `drift` tokens/s, `variance` tokens²/s.
+    busy queue in one formula. Tokens; `drift` tokens/s, `variance` tokens²/s. Asked a hundred times
+    in a decision.
     """
     if limit <= 0 and (start > 0 or drift > 0 or variance > 0):
         return 1.0
     sd = math.sqrt(max(0.0, variance) * max(0.0, within_s))
     if sd <= 0:
         return 1.0 if max(start, 0.0) + drift * within_s > limit else 0.0
-    direct = _above((limit - start - drift * within_s) / sd)
-    mirrored = (limit + start + drift * within_s) / sd
+    drifted = drift * within_s
+    direct = 0.5 * math.erfc((limit - start - drifted) / sd / _SQRT_2)
+    mirrored = (limit + start + drifted) / sd
     power = 2.0 * drift * limit / variance
     if mirrored > 30.0:  # the tail itself is too small a number: its logarithm is not
-        tail = power - mirrored * mirrored / 2.0 - math.log(mirrored * math.sqrt(2.0 * math.pi))
+        tail = power - mirrored * mirrored / 2.0 - math.log(mirrored * _SQRT_2_PI)
         reflected = math.exp(min(0.0, tail))
     else:
-        reflected = math.exp(min(600.0, power)) * _above(mirrored)
+        reflected = math.exp(min(600.0, power)) * (0.5 * math.erfc(mirrored / _SQRT_2))
     return min(1.0, direct + reflected)
 
 
-def _above(z: float) -> float:
-    """Chance that a standard normal number is larger than z."""
-    return 0.5 * math.erfc(z / math.sqrt(2.0))
-
-
-def served_tokens(rate: float, supply: Supply, *, workers_max: float, within_s: float) -> float:
-    """Tokens that a pool can serve until then, at most `workers_max` of its workers at a time."""
-    at_s, tokens = 0.0, 0.0
-    for eta in (*sorted(e for e in supply.arrivals_s if 0 < e < within_s), within_s):
-        tokens += min(float(supply.at(at_s)), workers_max) * rate * (eta - at_s)
-        at_s = eta
+def served_tokens(rate: float, steps: Iterable[tuple[int, float]], workers_max: float) -> float:
+    """Tokens that a pool serves in these steps, with at most `workers_max` workers at a time."""
+    tokens = 0.0
+    for count, lasts_s in steps:
+        tokens += min(float(count), workers_max) * rate * lasts_s
     return tokens
 
 
 def late_share(
     model: PrefillModel,
-    *,
     backlog: float,
     demand: float,
     workers: float,
@@ -224,17 +238,11 @@ def late_share(
     Args:
         served: tokens that the pool can serve until then. workers: that serve then.
     """
-    rate = workers * model.rate
+    limit = workers * model.rate * wait_s + _in_service(model, workers)
     if within_s <= 0:
-        return 1.0 if backlog > rate * wait_s + _in_service(model, workers) else 0.0
-    drift = demand - served / within_s
-    return overrun(
-        start=backlog,
-        drift=drift,
-        variance=_variance(model, demand, rate),
-        within_s=within_s,
-        limit=rate * wait_s + _in_service(model, workers),
-    )
+        return 1.0 if backlog > limit else 0.0
+    variance = _variance(model, demand, workers * model.rate)
+    return overrun(backlog, demand - served / within_s, variance, within_s, limit)
 
 
 def _variance(model: PrefillModel, demand: float, rate: float) -> float:
@@ -256,10 +264,9 @@ def backlog_after(
     *, backlog: float, demand: float, rate: float, supply: Supply, horizon_s: float
 ) -> float:
     """Tokens still queued after the horizon, with pending workers joining at their arrival."""
-    at_s, tokens = 0.0, backlog
-    for eta in (*sorted(e for e in supply.arrivals_s if 0 < e < horizon_s), horizon_s):
-        tokens = max(0.0, tokens + (demand - supply.at(at_s) * rate) * (eta - at_s))
-        at_s = eta
+    tokens = backlog
+    for count, lasts_s in supply.steps(horizon_s):
+        tokens = max(0.0, tokens + (demand - count * rate) * lasts_s)
     return tokens
 
 
@@ -307,19 +314,20 @@ def _ttft_s(
     workers, own_s = supply.at(ahead_s), model.own_s + model.overhead_s
     if workers <= 0 or model.rate <= 0:
         return max(at_least_s, WAIT_MAX_S if demand > 0 or backlog > 0 else own_s)
-    served = served_tokens(model.rate, supply, workers_max=math.inf, within_s=ahead_s)
+    rate, held = workers * model.rate, _in_service(model, workers)
+    late_max = 1.0 - quantile
+    if ahead_s > 0:
+        served = served_tokens(model.rate, supply.steps(ahead_s), math.inf)
+        drift = demand - served / ahead_s
+        variance = _variance(model, demand, rate)
 
-    def late(wait_s: float) -> bool:
-        share = late_share(
-            model,
-            backlog=backlog,
-            demand=demand,
-            workers=workers,
-            served=served,
-            within_s=ahead_s,
-            wait_s=wait_s,
-        )
-        return share > 1.0 - quantile
+        def late(wait_s: float) -> bool:
+            return overrun(backlog, drift, variance, ahead_s, rate * wait_s + held) > late_max
+
+    else:
+
+        def late(wait_s: float) -> bool:
+            return (1.0 if backlog > rate * wait_s + held else 0.0) > late_max
 
     low = max(0.0, at_least_s - own_s)
     if not late(low):
@@ -333,17 +341,17 @@ def _ttft_s(
     return max(at_least_s, min(WAIT_MAX_S, high + own_s))
 
 
-def steady_sequences(model: DecodeModel, *, demand: float, workers: float) -> float:
+def steady_sequences(model: DecodeModel, demand: float, workers: float) -> float:
     """Sequences of the whole pool when `demand` tokens/s are served; inf where that cannot be."""
     if demand <= 0:
         return 0.0
     if workers <= 0:
         return math.inf
-    each_s = model.per_sequence_s + model.per_kv_token_s * model.context
     share = demand / workers
-    if share * each_s >= 1.0:
+    busy = share * model.each_s
+    if busy >= 1.0:
         return math.inf
-    return workers * share * model.base_s / (1.0 - share * each_s)
+    return workers * share * model.base_s / (1.0 - busy)
 
 
 def predict_tpot(
@@ -356,28 +364,31 @@ def predict_tpot(
     horizon_s: float,
 ) -> Prediction:
     """Worst TPOT over the horizon. Demand lags: what runs now drains while new answers begin."""
-    worst, low, now = 0.0, 0.0, sequences
-    mild = sequences
     step_s = horizon_s / STEPS
-    for step in range(STEPS + 1):
-        workers = max(1, supply.at(step_s * step))
-        worst = max(worst, model.iteration_s(now / workers))
-        low = max(low, model.iteration_s(mild / workers))
-        now = _sequences_after(model, now, upper, workers, step_s)
-        mild = _sequences_after(model, mild, level, workers, step_s)
+    workers = [max(1, supply.at(step_s * step)) for step in range(STEPS + 1)]
+    worst = low = _worst_tpot(model, upper, sequences, workers, step_s)
+    if level != upper:
+        low = _worst_tpot(model, level, sequences, workers, step_s)
     if supply.at(horizon_s) <= 0 and (upper > 0 or sequences > 0):
         return Prediction(WAIT_MAX_S, WAIT_MAX_S if level > 0 else low)
     return Prediction(min(WAIT_MAX_S, worst), min(WAIT_MAX_S, low))
 
 
-def _sequences_after(
-    model: DecodeModel, sequences: float, demand: float, workers: int, step_s: float
+def _worst_tpot(
+    model: DecodeModel, demand: float, sequences: float, workers: Iterable[int], step_s: float
 ) -> float:
-    """Fluid step: answers begin at demand/osl and end at the rate the batch makes tokens."""
-    cap = workers * model.sequences_max
-    running = min(sequences, cap)
-    tokens_per_s = running / model.iteration_s(running / workers) if running > 0 else 0.0
-    return max(0.0, sequences + (demand - tokens_per_s) / model.osl * step_s)
+    """Longest iteration of fluid steps: answers begin at demand/osl and end at the rate the batch
+    makes tokens; `workers` serve in each.
+    """
+    worst, each_s = 0.0, model.each_s
+    for count in workers:
+        worst = max(worst, model.base_s + sequences / count * each_s)
+        running = min(sequences, count * model.sequences_max)
+        tokens_per_s = 0.0
+        if running > 0:
+            tokens_per_s = running / (model.base_s + running / count * each_s)
+        sequences = max(0.0, sequences + (demand - tokens_per_s) / model.osl * step_s)
+    return worst
 
 
 def load_of(

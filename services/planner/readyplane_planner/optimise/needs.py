@@ -32,11 +32,14 @@ def prefill_need(problem: Problem) -> Need:
     if wanted <= 0 and demand.backlog <= 0:
         return Need(0.0, 0.0, 0.0, "idle", 0.0, model.rate)
     kept = wanted * (1.0 + problem.band)
-    workers = _least(lambda n: _prefill_fits(problem, n, wanted, demand.backlog))
-    keep = _least(lambda n: _prefill_fits(problem, n, kept, demand.backlog))
-    bare = _least(lambda n: _prefill_fits(problem, n, demand.lasting, demand.backlog))
+    workers = _least(_prefill_fits(problem, wanted, demand.backlog))
+    keep = _least(_prefill_fits(problem, kept, demand.backlog))
+    bare = _least(_prefill_fits(problem, demand.lasting, demand.backlog))
     excess = excess_tokens(problem)
-    calm = _least(lambda n: _prefill_fits(problem, n, wanted, demand.backlog - excess))
+    # Without an excess the calm need is the need.
+    calm = (
+        _least(_prefill_fits(problem, wanted, demand.backlog - excess)) if excess > 0 else workers
+    )
     why = "backlog" if excess > 0 and calm < workers - 0.5 else "demand"
     return Need(
         workers, max(workers, keep), min(workers, bare), why, wanted, model.rate, excess=excess
@@ -55,24 +58,21 @@ def excess_tokens(problem: Problem) -> float:
     return max(0.0, problem.demand_p.backlog - room)
 
 
-def _prefill_fits(problem: Problem, workers: float, wanted: float, backlog: float) -> bool:
+def _prefill_fits(problem: Problem, wanted: float, backlog: float) -> Callable[[float], bool]:
+    """Whether so many workers are enough; what does not depend on their number is worked out once."""
     model, ready_s = problem.prefill, problem.t_ready_p_s
     clear_s = max(problem.catch_up_s, ready_s / 2.0)
-    served = capacity.served_tokens(
-        model.rate, problem.supply_p, workers_max=workers, within_s=ready_s
-    )
-    served += workers * model.rate * clear_s
-    within_s = ready_s + clear_s
-    late = capacity.late_share(
-        model,
-        backlog=backlog,
-        demand=wanted,
-        workers=workers,
-        served=served,
-        within_s=within_s,
-        wait_s=slack_s(problem),
-    )
-    return late <= 1.0 - problem.quantile
+    within_s, wait_s = ready_s + clear_s, slack_s(problem)
+    steps = problem.supply_p.steps(ready_s)
+    late_max = 1.0 - problem.quantile
+
+    def fits(workers: float) -> bool:
+        served = capacity.served_tokens(model.rate, steps, workers)
+        served += workers * model.rate * clear_s
+        late = capacity.late_share(model, backlog, wanted, workers, served, within_s, wait_s)
+        return late <= late_max
+
+    return fits
 
 
 def decode_need(problem: Problem, *, prefill_count: int) -> Need:
@@ -87,10 +87,11 @@ def decode_need(problem: Problem, *, prefill_count: int) -> Need:
     if wanted <= 0 and demand.sequences <= 0:
         return Need(0.0, 0.0, 0.0, "idle", 0.0, rate)
     kept = max(own * (1.0 + problem.band), handed)
-    workers = _least(lambda n: not _decode_lacks(problem, n, wanted))
-    keep = _least(lambda n: not _decode_lacks(problem, n, kept))
-    bare = _least(lambda n: not _decode_lacks(problem, n, max(demand.lasting, handed)))
-    why = _decode_lacks(problem, max(STEP, workers - 2 * STEP), wanted) or "demand"
+    pool = _DecodePool(problem)
+    workers = _least(lambda n: not pool.lacks(n, wanted))
+    keep = _least(lambda n: not pool.lacks(n, kept))
+    bare = _least(lambda n: not pool.lacks(n, max(demand.lasting, handed)))
+    why = pool.lacks(max(STEP, workers - 2 * STEP), wanted) or "demand"
     if handed > own and why in {"demand", "sequences"}:
         why = "handover"
     return Need(
@@ -101,33 +102,42 @@ def decode_need(problem: Problem, *, prefill_count: int) -> Need:
         wanted,
         rate,
         excess=excess_tokens(problem),
-        sequences=_held(problem, workers, wanted),
+        sequences=pool.held(workers, wanted),
         context=model.context,
     )
 
 
-def _decode_lacks(problem: Problem, workers: float, wanted: float) -> str:
-    """What so many workers cannot do; empty when they can do all."""
-    model = problem.decode
-    held = _held(problem, workers, wanted)
-    if held * model.context > capacity.KV_FILL_MAX * model.kv_tokens * workers:
-        return "memory"
-    if wanted > workers * model.rate_at(problem.tpot_target_s):
-        return "demand"
-    return "sequences" if held > workers * model.sequences_at(problem.tpot_target_s) else ""
+class _DecodePool:
+    """What any number of D workers can do; what does not depend on it is worked out once."""
 
+    def __init__(self, problem: Problem) -> None:
+        model, target_s = problem.decode, problem.tpot_target_s
+        self._model = model
+        self._now = problem.demand_d.sequences
+        # Sequences that are there now fade out over their residence while new ones come in.
+        residence_s = max(1e-9, model.osl * target_s)
+        self._fade = math.exp(-problem.t_ready_d_s / residence_s)
+        self._chance = NormalDist().inv_cdf(problem.quantile)
+        self._kv_tokens = capacity.KV_FILL_MAX * model.kv_tokens
+        self._rate, self._most = model.rate_at(target_s), model.sequences_at(target_s)
 
-def _held(problem: Problem, workers: float, wanted: float) -> float:
-    """Sequences at once: the quantile of their number, and those of now as far as they last."""
-    model, now = problem.decode, problem.demand_d.sequences
-    # Sequences that are there now fade out over their residence while new ones come in.
-    residence_s = max(1e-9, model.osl * problem.tpot_target_s)
-    fade = math.exp(-problem.t_ready_d_s / residence_s)
-    steady = capacity.steady_sequences(model, demand=wanted, workers=workers)
-    if math.isinf(steady):
-        return steady
-    chance = NormalDist().inv_cdf(problem.quantile)
-    return max(steady + chance * math.sqrt(steady), steady + (now - steady) * fade)
+    def lacks(self, workers: float, wanted: float) -> str:
+        """What so many workers cannot do; empty when they can do all."""
+        held = self.held(workers, wanted)
+        if held * self._model.context > self._kv_tokens * workers:
+            return "memory"
+        if wanted > workers * self._rate:
+            return "demand"
+        return "sequences" if held > workers * self._most else ""
+
+    def held(self, workers: float, wanted: float) -> float:
+        """Sequences at once: the quantile of their number, and those of now as far as they last."""
+        steady = capacity.steady_sequences(self._model, wanted, workers)
+        if math.isinf(steady):
+            return steady
+        return max(
+            steady + self._chance * math.sqrt(steady), steady + (self._now - steady) * self._fade
+        )
 
 
 def _handed_over(problem: Problem, prefill_count: int) -> float:
