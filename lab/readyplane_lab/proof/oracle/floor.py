@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from scipy.optimize import linprog
@@ -43,12 +44,12 @@ class Demand:
     work_s: Floats
 
     def arrived(self, at_s: Floats) -> Floats:
-        """Work that may have been done by each instant."""
-        return _upto(self.from_s, self.work_s, at_s)
+        """Work that may have been done by each instant; not what arrives in that very moment."""
+        return _upto(self.from_s, self.work_s, at_s, side="left")
 
     def due(self, at_s: Floats) -> Floats:
         """Work that must have been done by each instant."""
-        return _upto(self.due_s, self.work_s, at_s)
+        return _upto(self.due_s, self.work_s, at_s, side="right")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,9 @@ def floor(
     return Floor(found.x[:cells], cell_s, float(found.fun), float(rises.sum()))
 
 
-def _upto(when_s: Floats, work_s: Floats, at_s: Floats) -> Floats:
+def _upto(
+    when_s: Floats, work_s: Floats, at_s: Floats, *, side: Literal["left", "right"]
+) -> Floats:
     order = np.argsort(when_s, kind="stable")
     total = np.concatenate(([0.0], np.cumsum(work_s[order])))
-    return total[np.searchsorted(when_s[order], at_s, side="right")]
+    return total[np.searchsorted(when_s[order], at_s, side=side)]

@@ -13,7 +13,7 @@ class Ratios:
     """Of one policy on one input; None where a point that it needs was not reached.
 
     Attributes:
-        to_achievable: R, over O_SIM: the headline. to_bound: over O_LB, never below R's.
+        to_achievable: R, over O_SIM: the headline. to_bound: over O_LB.
         control: over O_look: what forecast and control lose. myopia: O_look over O_SIM: what short
             sight loses. Their product is R.
         captured: share of what a static fleet wastes that the policy saves; above 1 or below 0
