@@ -39,6 +39,8 @@ FIRST_S = 60.0
 SPARE = 1.6
 """Most workers of a pool over its peak need: room for a rule to be wrong, the same for all."""
 STARTS_DRAWN = 256
+SCALINGS = 3
+PEAK_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,9 @@ def start_quantiles(startup: StartUpModel, seed: int) -> StartQuantiles:
     """Quantiles of a lone cold start, from seeded draws of every segment."""
     draws = Draws(seed)
     transfer_s = startup.weight_bytes / startup.store_bytes_per_s
+    names = (SegmentName.SCHEDULE, *startup.segments)
     totals = [
-        transfer_s
-        + startup.provision_s * draws.factor(startup.sigma, "quantiles", k, SegmentName.SCHEDULE)
-        + sum(
-            median_s * draws.factor(startup.sigma, "quantiles", k, name)
-            for name, median_s in startup.segments.items()
-        )
+        transfer_s + sum(startup.seconds(name, draws, "quantiles", k) for name in names)
         for k in range(STARTS_DRAWN)
     ]
     p50, p90, p99 = np.quantile(totals, (0.5, 0.9, 0.99))
@@ -147,16 +145,16 @@ def _scaled(
     if not (math.isfinite(peak) and peak >= 2):
         raise InvalidField("--peak", peak, "give at least 2 workers: one of each stage")
     scale = 1.0
-    for _ in range(3):
+    for attempt in range(SCALINGS):
         requests = scenario.requests(scale, seed)
         if not requests:
             raise InvalidField(f"scenario {scenario.name}", "no requests", "raise --peak")
         work, found = _demand(scenario, requests, both)
         exact = peak_workers(found)
-        if abs(exact / peak - 1) <= 0.1:
-            break
+        if abs(exact / peak - 1) <= PEAK_TOLERANCE or attempt == SCALINGS - 1:
+            return scale, requests, work, found
         scale *= peak / exact
-    return scale, requests, work, found
+    raise AssertionError("the last attempt returns")
 
 
 def _demand(

@@ -139,12 +139,11 @@ def _entry(errand: Errand, contender: Contender, steps: _Steps) -> tuple[Entry, 
     )
     confirmed: dict[float, Mapping[str, Any]] = {}
     if errand.events:
-        while (knob := next_knob(entry, errand.attainment)) is not None:
-            confirmed[knob] = steps.run(errand.job("event", contender.name, knob))
-            point = _point(knob, confirmed[knob]["scores"])
-            entry = Entry(
-                entry.contender, entry.fluid, (*entry.event, point), bound=entry.bound
-            )
+        while (chosen_knob := next_knob(entry, errand.attainment)) is not None:
+            run = steps.run(errand.job("event", contender.name, chosen_knob))
+            confirmed[chosen_knob] = run
+            point = _point(chosen_knob, run["scores"])
+            entry = Entry(entry.contender, entry.fluid, (*entry.event, point), bound=entry.bound)
     else:
         entry = Entry(entry.contender, entry.fluid, entry.fluid, bound=entry.bound)
         confirmed = dict(sweep)

@@ -29,4 +29,5 @@ CONTENDER = Contender(
     make=make,
     aware=True,
     hindsight=True,
+    bound=True,
 )

@@ -27,4 +27,5 @@ CONTENDER = Contender(
     make=make,
     aware=True,
     hindsight=True,
+    bound=True,
 )

@@ -374,7 +374,7 @@ def _skipped(skipped: Mapping[str, str]) -> str:
     return f"<h2>Not run</h2><ul>{rows}</ul>"
 
 
-def _number(value: float | None) -> str:
+def _number(value: float | int | str | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
