@@ -246,3 +246,91 @@ def test_bits_of_the_gone_are_used_again() -> None:
             of.drop(f"{name}{round_}")
     of.add("last", blocks_max=1)
     assert of._holders["last"].bit.bit_length() <= 4
+
+
+class Plain:
+    """What the index says, block by block: one worker's, without sequence numbers."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self.blocks_max = blocks_max
+        self.held: dict[int, int] = {}
+        self.guessed: dict[int, float] = {}
+        self.overflow = self.unknown = 0
+
+    def bound(self, kept: dict[int, int] | dict[int, float]) -> None:
+        while len(kept) > self.blocks_max:
+            del kept[next(iter(kept))]
+            self.overflow += 1
+
+    def tell(self, kind: str, hashes: list[int], now_s: float) -> None:
+        self.guessed = {h: until for h, until in self.guessed.items() if until > now_s}
+        if kind == CLEARED:
+            self.held, self.guessed = {}, {}
+        elif kind == "guess":
+            for value in dict.fromkeys(hashes):
+                self.guessed.pop(value, None)
+                self.guessed[value] = now_s + 2.0
+            self.bound(self.guessed)
+        elif kind == STORED:
+            for value in hashes:
+                self.held[value] = self.held.get(value, 0) + 1
+            self.bound(self.held)
+        else:
+            for value in hashes:
+                self.unknown += value not in self.held
+                self.held[value] = self.held.get(value, 0) - 1
+                if self.held[value] <= 0:
+                    del self.held[value]
+
+    def depth(self, prompt: list[int]) -> int:
+        have = self.held.keys() | self.guessed.keys()
+        return next((i for i, h in enumerate(prompt) if h not in have), len(prompt))
+
+
+chains = st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 12), st.booleans()).map(
+    lambda c: [100 * c[0] + i for i in range(c[1], c[2])][:: -1 if c[3] else 1]
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("ab"),
+            st.sampled_from([STORED, STORED, REMOVED, "guess", "guess", CLEARED]),
+            st.one_of(chains, chains, blocks),
+            st.floats(0.0, 1.5),
+        ),
+        max_size=30,
+    ),
+    st.sampled_from([7, 20, 1_000]),
+    chains,
+)
+def test_runs_say_what_blocks_would_say(
+    told: list[tuple[str, str, list[int], float]], blocks_max: int, prompt: list[int]
+) -> None:
+    of = index("a", "b", blocks_max=blocks_max)
+    plain = {"a": Plain(blocks_max), "b": Plain(blocks_max)}
+    sequence, now_s = {"a": 0, "b": 0}, 0.0
+    for key, kind, hashes, later_s in told:
+        now_s += later_s
+        for one in plain.values():
+            one.tell(STORED, [], now_s)
+        matched(of, *prompt, now_s=now_s)  # forgets what has run out
+        plain[key].tell(kind, hashes, now_s)
+        if kind == "guess":
+            of.guess(key, hashes, now_s=now_s)
+        else:
+            assert of.apply(key, sequence[key], [(kind, hashes)], now_s=now_s)
+            sequence[key] += 1
+        for tried in (prompt, hashes):
+            want = {k: depth for k, p in plain.items() if (depth := p.depth(tried))}
+            assert matched(of, *tried, now_s=now_s) == want
+    for key, one in plain.items():
+        assert of.blocks_of(key) == len(one.held)
+        snapshot = of.snapshot(key)
+        told_blocks = [h for h, count in one.held.items() for _ in range(count)]
+        assert snapshot is None or list(snapshot[1]) == told_blocks
+    assert of.counts.overflow == sum(one.overflow for one in plain.values())
+    assert of.counts.unknown_removed == sum(one.unknown for one in plain.values())
+    known = set().union(*(one.held.keys() | one.guessed.keys() for one in plain.values()))
+    assert len(of) == len(known)

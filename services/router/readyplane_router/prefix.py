@@ -5,17 +5,17 @@ what the router itself has just sent (speculative entries, or all there is for a
 publishes no events). Hands `matched` to the pairing brain. Keys are incarnations, never names: an
 end is one call that costs O(own blocks).
 
-The index maps a sequence hash to a bit mask of slots; a prefix match walks the prompt's chained
-hashes and drops a slot at its first missing block.
+The index keeps blocks in runs (`readyplane.core.runs`), each with a bit mask of slots; a prefix
+match walks the runs of a prompt and drops a slot at its first missing block.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import filterfalse, islice, repeat
-from typing import Any
+
+from readyplane.core.runs import Run, Runs
 
 FIRST_SEQUENCES = (0, 1)
 
@@ -50,13 +50,69 @@ class Counts:
     rebuilt: int = 0
 
 
+class _Run(Run):
+    """`mask`: bits of those who hold it or are guessed to."""
+
+    __slots__ = ("mask",)
+
+    def __init__(self, hashes: tuple[int, ...]) -> None:
+        super().__init__(hashes)
+        self.mask = 0
+
+
+class _Kept:
+    """Runs of one holder, each with a value; blocks are numbered in the order in which they came."""
+
+    __slots__ = ("blocks", "in_order", "next", "runs")
+
+    def __init__(self) -> None:
+        self.runs: dict[_Run, tuple[float, int]] = {}  # value, number of the first block
+        self.blocks = 0
+        self.next = 0
+        self.in_order = True  # whether the dict is
+
+    def put(self, run: _Run, value: float) -> None:
+        """A run that is not there, as the youngest."""
+        size = len(run.hashes)
+        self.runs[run] = (value, self.next)
+        self.next += size
+        self.blocks += size
+
+    def pop(self, run: _Run) -> bool:
+        """Whether it was there."""
+        if self.runs.pop(run, None) is None:
+            return False
+        self.blocks -= len(run.hashes)
+        return True
+
+    def part(self, run: _Run, new: _Run, later: bool) -> None:
+        """`new` was a part of `run`."""
+        had = self.runs.get(run)
+        if had is None:
+            return
+        value, first = had
+        if later:
+            self.runs[new] = (value, first + len(run.hashes))
+        else:
+            self.runs[new] = had
+            self.runs[run] = (value, first + len(new.hashes))
+        self.in_order = False
+
+    def sort(self) -> dict[_Run, tuple[float, int]]:
+        """The runs, oldest first."""
+        if not self.in_order:
+            self.runs = dict(sorted(self.runs.items(), key=lambda item: item[1][1]))
+            self.in_order = True
+        return self.runs
+
+
 @dataclass(slots=True)
 class _Holder:
     key: str
     bit: int
     blocks_max: int
-    held: dict[int, int] = field(default_factory=dict)
-    guessed: dict[int, float] = field(default_factory=dict)
+    held: _Kept = field(default_factory=_Kept)  # how many times
+    guessed: _Kept = field(default_factory=_Kept)  # until when
     applied: int | None = None  # last sequence applied
     seen: int | None = None  # highest sequence seen
     suspect_since_s: float | None = None
@@ -73,7 +129,7 @@ class PrefixIndex:
         self.counts = Counts()
         self._holders: dict[str, _Holder] = {}
         self._by_bit: dict[int, _Holder] = {}
-        self._masks: dict[int, int] = {}  # held or guessed
+        self._runs: Runs[_Run] = Runs(_Run, self._parted)
         self._short: deque[tuple[float, _Holder, tuple[int, ...]]] = deque()
         self._long: deque[tuple[float, _Holder, tuple[int, ...]]] = deque()
         self._free_bits: list[int] = []
@@ -81,7 +137,7 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """Distinct blocks known or guessed."""
-        return len(self._masks)
+        return len(self._runs.where)
 
     def add(self, key: str, *, blocks_max: int) -> None:
         """Know an incarnation; at most `blocks_max` of its blocks are kept. Idempotent.
@@ -116,24 +172,16 @@ class PrefixIndex:
         """
         self._forget(now_s)
         found: dict[str, int] = {}
-        mask = self._trusted
-        masks = self._masks
-        depth = 0
-        if not hashes or not mask & masks.get(hashes[0], 0):
-            return found
-        known = list(map(masks.get, hashes, repeat(0)))
-        if known.count(known[0]) == len(known):
-            self._name(mask & known[0], len(known), found)
-            return found
-        for at in known:
-            here = mask & at
+        mask, depth = self._trusted, 0
+        for run, count in self._runs.leading(tuple(hashes)):
+            here = mask & run.mask
             if here != mask:
                 if depth:
                     self._name(mask & ~here, depth, found)
                 mask = here
                 if not mask:
                     return found
-            depth += 1
+            depth += count
         if depth:
             self._name(mask, depth, found)
         return found
@@ -149,21 +197,17 @@ class PrefixIndex:
         lasting = self.limits.approximate_ttl_s if silent else self.limits.speculative_ttl_s
         queue = self._long if silent else self._short
         until = now_s + lasting
+        blocks = tuple(hashes)
+        runs = self._runs.all_of(blocks)
+        if len(runs) > 1 and len(set(blocks)) != len(blocks):
+            runs = list(dict.fromkeys(runs))
         guessed = holder.guessed
-        if guessed.keys().isdisjoint(hashes):
-            self._mark(holder.bit, hashes)
-        else:
-            self._mark(holder.bit, list(filterfalse(guessed.__contains__, hashes)))
-            # To the end: the oldest is dropped first.
-            _drain(map(guessed.pop, hashes, repeat(None)))
-        guessed.update(dict.fromkeys(hashes, until))
-        over = len(guessed) - holder.blocks_max
-        if over > 0:
-            oldest = list(islice(guessed, over))
-            _drain(map(guessed.__delitem__, oldest))
-            self._unmark(holder, oldest)
-            self.counts.overflow += over
-        queue.append((until, holder, tuple(dict.fromkeys(hashes))))
+        for run in runs:
+            guessed.pop(run)  # to the end: the oldest is dropped first
+            guessed.put(run, until)
+            run.mask |= holder.bit
+        self._bound(holder, guessed)
+        queue.append((until, holder, blocks))
 
     def apply(
         self,
@@ -238,14 +282,20 @@ class PrefixIndex:
     def blocks_of(self, key: str) -> int:
         """Distinct blocks known from events of one worker."""
         holder = self._holders.get(key)
-        return len(holder.held) if holder else 0
+        return holder.held.blocks if holder else 0
 
     def snapshot(self, key: str) -> tuple[int, tuple[int, ...]] | None:
         """(last sequence, blocks with repetition) to hand to another router; None if not sure."""
         holder = self._holders.get(key)
         if holder is None or holder.applied is None or holder.suspect_since_s is not None:
             return None
-        return holder.applied, tuple(h for h, count in holder.held.items() for _ in range(count))
+        blocks = [
+            value
+            for run, (count, _first) in holder.held.sort().items()
+            for value in run.hashes
+            for _ in range(int(count))
+        ]
+        return holder.applied, tuple(blocks)
 
     def restore(self, key: str, sequence: int, blocks: Iterable[int]) -> None:
         """Take a snapshot over, unless something newer is known."""
@@ -272,45 +322,60 @@ class PrefixIndex:
                 self.counts.malformed += 1
 
     def _store(self, holder: _Holder, blocks: Iterable[int]) -> None:
-        hashes = blocks if isinstance(blocks, tuple) else tuple(blocks)
         held = holder.held
-        fresh = dict.fromkeys(hashes, 1)
-        if len(fresh) == len(hashes) and held.keys().isdisjoint(fresh):
-            held.update(fresh)
-            self._mark(holder.bit, hashes)
-        else:
-            new = [value for value in fresh if value not in held]
-            for value in hashes:
-                held[value] = held.get(value, 0) + 1
-            self._mark(holder.bit, new)
-        over = len(held) - holder.blocks_max
-        if over > 0:
-            oldest = list(islice(held, over))
-            _drain(map(held.__delitem__, oldest))
-            self._unmark(holder, oldest)
-            self.counts.overflow += over
+        for run in self._runs.all_of(tuple(blocks)):
+            had = held.runs.get(run)
+            if had is None:
+                held.put(run, 1)
+                run.mask |= holder.bit
+            else:
+                held.runs[run] = (had[0] + 1, had[1])
+        self._bound(holder, held)
+
+    def _bound(self, holder: _Holder, kept: _Kept) -> None:
+        """Forget a holder's oldest blocks beyond its bound."""
+        over = kept.blocks - holder.blocks_max
+        if over <= 0:
+            return
+        self.counts.overflow += over
+        while over > 0:
+            run = next(iter(kept.sort()))
+            if len(run.hashes) > over:
+                run = self._runs.split(run, over)[0]
+            over -= len(run.hashes)
+            kept.pop(run)
+            self._unmark(holder, run)
 
     def _remove(self, holder: _Holder, hashes: Sequence[int]) -> None:
         held = holder.held
-        counts = list(map(held.get, hashes))
-        if counts.count(1) == len(counts) == len(set(hashes)):
-            _drain(map(held.__delitem__, hashes))
-            self._unmark(holder, hashes)
-            return
-        for value in hashes:
-            count = held.get(value)
-            if count is None:
-                self.counts.unknown_removed += 1
-            elif count > 1:
-                held[value] = count - 1
+        blocks = tuple(hashes)
+        if len(blocks) > 1 and self._backwards(blocks):
+            blocks = blocks[::-1]
+        unknown = len(blocks)
+        for run in self._runs.known_of(blocks):
+            had = held.runs.get(run)
+            if had is None:
+                continue
+            unknown -= len(run.hashes)
+            if had[0] > 1:
+                held.runs[run] = (had[0] - 1, had[1])
             else:
-                del held[value]
-                self._unmark(holder, (value,))
+                held.pop(run)
+                self._unmark(holder, run)
+        self.counts.unknown_removed += unknown
+
+    def _backwards(self, blocks: tuple[int, ...]) -> bool:
+        """Engines forget the last block of a prompt first: their order cuts runs into blocks."""
+        run = self._runs.where.get(blocks[0])
+        if run is None or blocks[1] not in run.hashes:
+            return False
+        return run.hashes.index(blocks[0]) > run.hashes.index(blocks[1])
 
     def _clear(self, holder: _Holder) -> None:
-        held, guessed = holder.held, holder.guessed
-        holder.held, holder.guessed = {}, {}
-        self._unmark(holder, list(held | guessed))
+        runs = holder.held.runs | holder.guessed.runs
+        holder.held, holder.guessed = _Kept(), _Kept()
+        for run in runs:
+            self._unmark(holder, run)
 
     def _suspect(self, holder: _Holder, now_s: float) -> None:
         if holder.suspect_since_s is None:
@@ -332,55 +397,32 @@ class PrefixIndex:
     def _unguess(self, holder: _Holder, hashes: tuple[int, ...], now_s: float) -> None:
         """Forget guesses that have run out, unless they were made anew meanwhile."""
         guessed = holder.guessed
-        ends = list(map(guessed.get, hashes))
-        over: Sequence[int] = hashes
-        if ends.count(ends[0]) == len(ends):
-            if ends[0] is None or ends[0] > now_s:
-                return
-        else:
-            pairs = zip(hashes, ends, strict=True)
-            over = [value for value, end in pairs if end is not None and end <= now_s]
-        _drain(map(guessed.__delitem__, over))
-        self._unmark(holder, over)
+        for run in self._runs.known_of(hashes):
+            had = guessed.runs.get(run)
+            if had is not None and had[0] <= now_s:
+                guessed.pop(run)
+                self._unmark(holder, run)
 
-    def _mark(self, bit: int, hashes: Sequence[int]) -> None:
-        """Set a holder's bit of blocks; mostly all of them have the same mask, which is quick."""
-        masks = self._masks
-        before = list(map(masks.get, hashes))
-        if not before:
+    def _unmark(self, holder: _Holder, run: _Run) -> None:
+        """Clear the holder's bit of a run that it neither holds nor is guessed to hold."""
+        if run in holder.held.runs or run in holder.guessed.runs:
             return
-        had = before[0]
-        if before.count(had) == len(before):
-            if had is None or not had & bit:
-                masks.update(dict.fromkeys(hashes, (had or 0) | bit))
-            return
-        for value, mask in zip(hashes, before, strict=True):
-            masks[value] = (mask or 0) | bit
+        run.mask &= ~holder.bit
+        if not run.mask:
+            self._runs.drop(run)
 
-    def _unmark(self, holder: _Holder, hashes: Sequence[int]) -> None:
-        """Clear the holder's bit of blocks that it neither holds nor is guessed to hold."""
-        for other in (holder.held, holder.guessed):
-            if not other.keys().isdisjoint(hashes):
-                hashes = [value for value in hashes if value not in other]
-        masks, bit = self._masks, holder.bit
-        before = list(map(masks.get, hashes))
-        if before.count(bit) == len(before):
-            _drain(map(masks.__delitem__, hashes))
-            return
-        for value, mask in zip(hashes, before, strict=True):
-            left = (mask or 0) & ~bit
-            if left:
-                masks[value] = left
-            else:
-                masks.pop(value, None)
+    def _parted(self, run: _Run, new: _Run, later: bool) -> None:
+        """A run was cut: whoever has it has both parts."""
+        mask = new.mask = run.mask
+        while mask:
+            bit = mask & -mask
+            holder = self._by_bit[bit]
+            holder.held.part(run, new, later)
+            holder.guessed.part(run, new, later)
+            mask ^= bit
 
     def _name(self, mask: int, depth: int, found: dict[str, int]) -> None:
         while mask:
             bit = mask & -mask
             found[self._by_bit[bit].key] = depth
             mask ^= bit
-
-
-def _drain(steps: Iterator[Any]) -> None:
-    """Take every step of an iterator that is there for what it does."""
-    deque(steps, maxlen=0)
