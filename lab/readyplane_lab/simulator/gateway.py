@@ -7,9 +7,8 @@ links that share their bandwidth.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from readyplane.core.errors import NoPair, ReadyplaneError
 from readyplane.core.profile import LinkClass
@@ -18,6 +17,7 @@ from readyplane.kit.clock import Clock
 from readyplane.ports import Pair, Router
 from readyplane_agent.engines.modelled.core_events import EngineRequest, Finished, RequestMode
 from readyplane_lab.simulator.engine import LegFailed, SimEngine
+from readyplane_lab.simulator.links import SharedLinks
 from readyplane_lab.simulator.worker import BLOCK_SIZE, SimWorker
 from readyplane_lab.workload.request import WorkloadRequest, prompt_hashes
 
@@ -43,13 +43,6 @@ class Record:
     detail: str = ""
 
 
-@dataclass(slots=True)
-class _Links:
-    """Transfers under way per sending and receiving worker: they share bandwidth."""
-
-    open: Counter[str] = field(default_factory=Counter)
-
-
 class SimGateway:
     """Serves one model."""
 
@@ -71,11 +64,10 @@ class SimGateway:
         self._workers = workers
         self._model = model
         self._slo = slo
-        self._link = link
         self._kv_bytes_per_token = kv_bytes_per_token
         self._clock = clock
         self._block_size = block_size
-        self._links = _Links()
+        self._links = SharedLinks(link, clock)
 
     async def serve(self, request: WorkloadRequest) -> None:
         """Serve one request; it ends in exactly one record, whatever happens."""
@@ -212,15 +204,7 @@ class SimGateway:
 
     async def _transfer(self, pair: Pair, tokens: int) -> None:
         ends = (pair.prefill.worker_id, pair.decode.worker_id)
-        for end in ends:
-            self._links.open[end] += 1
-        sharers = max(self._links.open[end] for end in ends)
-        try:
-            size = float(tokens * self._kv_bytes_per_token)
-            await self._clock.sleep(self._link.transfer_s(size, sharers=sharers))
-        finally:
-            for end in ends:
-                self._links.open[end] -= 1
+        await self._links.move(ends, float(tokens * self._kv_bytes_per_token))
 
     def _engine(self, worker_id: str) -> SimEngine:
         worker = self._workers.get(worker_id)
