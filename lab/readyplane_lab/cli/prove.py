@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from readyplane.core.errors import InvalidField
+from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane_lab.cli import output
 from readyplane_lab.cli.flags import Json, examples, switch
 from readyplane_lab.cli.replay import check_writable
@@ -105,6 +105,8 @@ def prove(
     for file in files:
         print(file)
     print(proof.summary.line())
+    if proof.undercut:
+        raise ReadyplaneError("the bound was undercut: " + "; ".join(proof.undercut))
 
 
 def _ask(
@@ -178,8 +180,11 @@ def _show(screen: Console, proof: Proof) -> None:
         screen.print(f"[yellow]missed[/yellow] {key}: a baseline reached it, ours did not")
 
 
+SAID_EVERY = 0.05
+
+
 class _progress:  # noqa: N801 - used as a context manager, like a function
-    """A bar with the time left on stderr; a line every minute or so where that is no terminal."""
+    """A bar with the time left on stderr; a line every 5 % where that is no terminal."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
@@ -196,6 +201,7 @@ class _progress:  # noqa: N801 - used as a context manager, like a function
             refresh_per_second=2,
         )
         self._task = self._bar.add_task("", total=1.0)
+        self._said = 0.0
 
     def __enter__(self) -> Callable[[str, float], None]:
         self._bar.start()
@@ -205,6 +211,9 @@ class _progress:  # noqa: N801 - used as a context manager, like a function
         if text:
             self._bar.update(self._task, description=text)
         self._bar.update(self._task, completed=share)
+        if not sys.stderr.isatty() and share >= self._said + SAID_EVERY:
+            self._said = share
+            print(f"{share:.0%} {text}", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()

@@ -16,7 +16,6 @@ from readyplane_lab.proof.measure import score
 from readyplane_lab.proof.oracle import Bracket, bracket, lower_bound, lowest_bill
 from readyplane_lab.proof.oracle.demand import ideal_cached, request_work
 from readyplane_lab.proof.play import play
-from readyplane_lab.proof.port import Contender, Fielded
 from readyplane_lab.simulator.startup import Draws
 
 STARTS_LOOKED_AT = 512
@@ -81,22 +80,25 @@ def least_start_s(case: Case) -> float:
     )
 
 
-def undercut(
-    bound: Mapping[str, Any], scores: Mapping[str, Any], contender: Contender, fielded: Fielded
-) -> str:
+def undercut(bound: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """Why a run cannot be right, empty when it can.
 
     Only a run that missed nothing is bounded.
+
+    Args:
+        bound: of `bound_document`. result: with `scores`, and the `initial` fleet and whether it
+            was `convertible` in `fielded`.
     """
+    fielded, scores = result["fielded"], result["scores"]
     floor = bound["floor_gpu_hours"]
-    if fielded.convertible:
+    if fielded["convertible"]:
         floor = bound["floor_convertible_gpu_hours"]
-    elif fielded.initial is not None:
+    elif fielded["initial"] is not None:
         floor = bound["floor_any_gpu_hours"]
     hours = scores["gpu_hours"]
     if floor is None or scores["attainment"] < 1.0 or hours >= floor - ROUNDING_GPU_HOURS:
         return ""
-    return f"{contender.name}: {hours:.4f} GPU-hours without a miss, below the floor {floor:.4f}"
+    return f"{hours:.4f} GPU-hours without a miss, below the floor of {floor:.4f}"
 
 
 def bracket_document(case: Case, attainment: float, *, fluid: bool) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from readyplane_lab.proof import entrants
 from readyplane_lab.proof.bounds import bound_document, bracket_document
 from readyplane_lab.proof.inputs import Case, make_case
 from readyplane_lab.proof.measure import held_series, ready_series, score
-from readyplane_lab.proof.play import play
+from readyplane_lab.proof.play import play_fielded
 from readyplane_lab.proof.port import find
 from readyplane_lab.simulator.outcome import Floats, RunResult
 
@@ -78,18 +78,24 @@ def code_digest() -> str:
 
 
 def execute(job: Job) -> dict[str, Any]:
-    """Carry one job out; what cannot be run is said in `error`, not raised."""
+    """Carry one job out.
+
+    Raises:
+        ReadyplaneError: an input that cannot be had, such as a trace that is not there.
+    """
     case = case_of(*job.case)
-    document: dict[str, Any] = {"job": asdict(job), "error": ""}
+    document: dict[str, Any] = {"job": asdict(job)}
     if job.mode == "bound":
         return {**document, "bound": bound_document(case)}
     if job.mode == "bracket":
         fluid = job.knob == 0
         return {**document, "bracket": bracket_document(case, job.attainment, fluid=fluid)}
     contender = find(job.contender, entrants.contenders(), "--policy")
-    run = play(case, contender, job.knob, mode=job.mode)
+    fielded = contender.make(job.knob, case.setting)
+    run = play_fielded(case, fielded, mode=job.mode)
     found = score(run, slo=case.setting.slo, times=case.times, hindsight=case.hindsight)
     document["scores"] = found.document()
+    document["fielded"] = {"initial": fielded.initial, "convertible": fielded.convertible}
     document["trace"] = trace_of(run, case)
     document["decisions"] = [dict(d) for d in run.decisions[:400]]
     if job.check:

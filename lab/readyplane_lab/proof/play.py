@@ -12,12 +12,12 @@ from readyplane_lab.simulator.world import WorldOptions, run_world
 
 
 def play(case: Case, contender: Contender, knob: float, *, mode: str) -> RunResult:
-    """Run it.
+    """Run it. `mode`: `event`, or `fluid`."""
+    return play_fielded(case, contender.make(knob, case.setting), mode=mode)
 
-    Args:
-        mode: `event`, or `fluid`.
-    """
-    fielded = contender.make(knob, case.setting)
+
+def play_fielded(case: Case, fielded: Fielded, *, mode: str) -> RunResult:
+    """Run one that is ready to play; it keeps state, so it plays once."""
     if mode == "fluid":
         return run_fluid(FluidOptions(**_options(case, fielded)), case.requests)
     options = WorldOptions(**_options(case, fielded), block_size=BLOCK_SIZE)

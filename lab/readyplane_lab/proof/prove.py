@@ -79,6 +79,13 @@ class Proof:
     skipped: Mapping[str, str]
     attainment: float
 
+    @property
+    def undercut(self) -> tuple[str, ...]:
+        """Runs without a miss that were billed less than is possible: faults of the proof."""
+        return tuple(
+            f"{key}: {why}" for key, one in self.documents.items() for why in one["undercut"]
+        )
+
 
 def prove(ask: Ask, out: Path, *, progress: Progress = lambda _text, _share: None) -> Proof:
     """Run the comparison; results are kept in `out/runs` as they come.
@@ -269,6 +276,7 @@ def document_of(proof: Proof, ask: Ask) -> dict[str, Any]:
             for name, c in entrants.contenders().items()
             if any(name in one.entries for one in proof.centre)
         },
+        "undercut": list(proof.undercut),
         "skipped": dict(proof.skipped),
     }
 

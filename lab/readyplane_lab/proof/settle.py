@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from readyplane_lab.proof import entrants
+from readyplane_lab.proof.bounds import undercut
 from readyplane_lab.proof.jobs import Job, Mode, Results, execute
 from readyplane_lab.proof.port import Contender
 from readyplane_lab.proof.verdict import OURS, Entry, Input, Point, next_knob
@@ -74,7 +75,7 @@ def settle(errand: Errand, results: Results, tell: Tell) -> tuple[Input, dict[st
     """
     contenders = {name: entrants.contenders()[name] for name in errand.contenders}
     steps = _Steps(errand, results, tell, total=_runs(errand, contenders))
-    bound = steps.run(errand.job("bound"))["bound"]
+    bound = steps.bound
     entries: dict[str, Entry] = {}
     shown: dict[str, Any] = {}
     for name, contender in contenders.items():
@@ -106,6 +107,7 @@ def settle(errand: Errand, results: Results, tell: Tell) -> tuple[Input, dict[st
         "entries": shown,
         "ours": final,
         "unexpected": final.get("unexpected"),
+        "undercut": steps.undercut,
     }
     return found, document
 
@@ -182,11 +184,17 @@ def _point(knob: float, scores: Mapping[str, Any]) -> Point:
 
 
 class _Steps:
-    """Runs with their bookkeeping."""
+    """Runs with their bookkeeping.
+
+    Attributes:
+        undercut: runs that were cheaper than is possible; there must be none.
+    """
 
     def __init__(self, errand: Errand, results: Results, tell: Tell, *, total: float) -> None:
         self._errand, self._results, self._tell = errand, results, tell
         self._total, self._done = total, 0.0
+        self.undercut: list[str] = []
+        self.bound: Mapping[str, Any] = self.run(errand.job("bound"))["bound"]
 
     def run(self, job: Job) -> Mapping[str, Any]:
         """The result of a job, from the folder or now."""
@@ -196,5 +204,7 @@ class _Steps:
             self._results.put(job, found)
         self._done += {"fluid": 0.1, "event": 1.0, "bracket": 5.0, "bound": 0.1}[job.mode]
         name = f"{job.contender or job.mode} {job.knob:g}" if job.contender else job.mode
+        if "scores" in found and (why := undercut(self.bound, found)):
+            self.undercut.append(f"{job.contender} at {job.knob:g} ({job.mode}): {why}")
         self._tell(f"{self._errand.key}: {name}", min(0.999, self._done / self._total))
         return found

@@ -30,6 +30,7 @@ def page(document: Mapping[str, Any]) -> str:
             "targets met; a refusal or a time-out is a miss; workers are billed from allocation to "
             "release.</p>"
         ),
+        _undercut(document["undercut"]),
         _tiles(document),
         f'<pre class="line">{escape(document["line"])}</pre>',
         _standings(centre, document["attainment"]),
@@ -51,6 +52,13 @@ def _colours(inputs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     names = dict.fromkeys(name for one in inputs for name in one["entries"])
     order = [OURS, *(name for name in names if name != OURS)]
     return {name: f"c{i % 10}" for i, name in enumerate(order)}
+
+
+def _undercut(undercut: Sequence[str]) -> str:
+    if not undercut:
+        return ""
+    rows = "".join(f"<li>{escape(why)}</li>" for why in undercut)
+    return f'<p class="c1">The bound was undercut; do not trust this page.</p><ul>{rows}</ul>'
 
 
 def _tiles(document: Mapping[str, Any]) -> str:
@@ -374,7 +382,7 @@ def _skipped(skipped: Mapping[str, str]) -> str:
     return f"<h2>Not run</h2><ul>{rows}</ul>"
 
 
-def _number(value: float | int | str | None) -> str:
+def _number(value: float | str | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
