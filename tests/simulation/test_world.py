@@ -11,7 +11,8 @@ from readyplane_lab.demo import DEMO_POLICY
 from readyplane_lab.simulator.faults import Crash
 from readyplane_lab.simulator.replay import Replay, run_replay
 from readyplane_lab.simulator.startup import StartUpModel
-from readyplane_lab.simulator.world import WorldOptions, WorldResult, run_world
+from readyplane_lab.simulator.world import WorldOptions, run_world
+from readyplane_lab.simulator.world_result import WorldResult
 from readyplane_lab.workload.conversation import Wave, conversation
 from readyplane_lab.workload.request import WorkloadRequest
 

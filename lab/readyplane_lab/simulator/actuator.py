@@ -1,19 +1,32 @@
 """Allocations on virtual time: who holds GPUs, since when, and who may not have any more.
 
 Owns `readyplane.ports.Actuator` for the simulator: its processes are `SimWorker`s, its limits are a
-quota of GPUs per worker class. It knows nothing of load.
+quota of GPUs per worker class. Besides what the port asks for, it keeps standbys, which the planner
+is not shown, and lets a worker that has drained change its stage. It knows nothing of load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 from readyplane.core.errors import NotFound, Refused, StaleEpoch
+from readyplane.core.worker import Role
 from readyplane.kit.clock import Clock
 from readyplane.ports import Instance, Order
-from readyplane_lab.simulator.worker import SimWorker
+from readyplane_lab.simulator.invariants import Epochs
+from readyplane_lab.simulator.worker import Begin, SimWorker
 
 ENDED_SHOWN = 256
+
+
+@dataclass(slots=True)
+class _Denial:
+    """Orders of a role (of any, when None) that are still taken, until a moment."""
+
+    until_s: float
+    granted: int
+    role: Role | None
 
 
 class SimActuator:
@@ -23,7 +36,7 @@ class SimActuator:
 
     def __init__(
         self,
-        spawn: Callable[[Order], SimWorker],
+        spawn: Callable[[Order, Begin], SimWorker],
         *,
         clock: Clock,
         quota: Mapping[str, int] | None = None,
@@ -35,6 +48,9 @@ class SimActuator:
         self._clock = clock
         self._quota = dict(quota or {})
         self._leader_epoch = 0
+        self._epochs = Epochs("epoch of the leader")
+        self._denials: list[_Denial] = []
+        self._flips: dict[str, Order] = {}
 
     async def provision(self, order: Order, *, leader_epoch: int = 0) -> Instance:
         """Start one worker. Idempotent by worker id.
@@ -45,18 +61,51 @@ class SimActuator:
         self._lead(leader_epoch)
         if order.worker_id not in self.everyone:
             self._check_quota(order)
+            self._check_denials(order)
             self.begin(order)
         return self._instance(order.worker_id)
 
-    def begin(self, order: Order) -> SimWorker:
+    def begin(self, order: Order, how: Begin = Begin.COLD) -> SimWorker:
         """Allocate one worker."""
-        worker = self._spawn(order)
+        worker = self._spawn(order, how)
         self.everyone[order.worker_id] = self.living[order.worker_id] = worker
         return worker
 
     def ended(self, worker: SimWorker) -> None:
-        """A worker has given its GPUs back."""
+        """A worker has given its GPUs back, or is about to serve the other stage on them."""
         self.living.pop(worker.order.worker_id, None)
+        order = self._flips.pop(worker.order.worker_id, None)
+        if order is not None and not worker.failure:
+            self.begin(order, Begin.FLIP)
+
+    def stand_by(self, order: Order) -> SimWorker:
+        """Allocate and load one worker that is to serve only when activated.
+
+        Raises:
+            Refused: the quota of its class.
+        """
+        self._check_quota(order)
+        return self.begin(order, Begin.STANDBY)
+
+    def activate(self, role: Role, count: int) -> int:
+        """Let standbys serve, the oldest first; returns how many there were."""
+        waiting = [w for w in self.living.values() if w.waits and w.order.role is role]
+        waiting = [w for w in waiting if not w.activated][:count]
+        for worker in waiting:
+            worker.activate()
+        return len(waiting)
+
+    def flip(self, worker: SimWorker, order: Order) -> None:
+        """When it has drained, its GPUs go to that order, with engine and weights in place."""
+        self._flips[worker.order.worker_id] = order
+
+    def deny(self, *, until_s: float, granted: int, role: Role | None) -> None:
+        """Take only so many more orders of a role (of any, when None) until then."""
+        self._denials.append(_Denial(until_s, granted, role))
+
+    def hidden(self) -> Collection[str]:
+        """Workers that the planner is not shown: standbys that do not serve yet."""
+        return [worker_id for worker_id, worker in self.living.items() if worker.waits]
 
     async def release(
         self, worker_id: str, *, grace_s: float = 10.0, reason: str = "", leader_epoch: int = 0
@@ -74,13 +123,26 @@ class SimActuator:
         """Everything allocated, and the last that ended."""
         ended = [w for w in self.everyone if w not in self.living]
         shown = [*ended[-ENDED_SHOWN:], *self.living]
-        return [self._instance(worker_id) for worker_id in shown]
+        hidden = set(self.hidden())
+        return [self._instance(worker_id) for worker_id in shown if worker_id not in hidden]
 
     def _lead(self, leader_epoch: int) -> None:
         if leader_epoch < self._leader_epoch:
             remedy = "another planner leads"
             raise StaleEpoch("leader epoch", leader_epoch, self._leader_epoch, remedy)
         self._leader_epoch = leader_epoch
+        self._epochs.take("actuator", leader_epoch)
+
+    def _check_denials(self, order: Order) -> None:
+        now_s = self._clock.monotonic_s()
+        self._denials = [d for d in self._denials if now_s < d.until_s]
+        for denial in self._denials:
+            if denial.role not in (None, order.role):
+                continue
+            if denial.granted < 1:
+                self.refused += 1
+                raise Refused(f"order of {order.worker_id}", ["no capacity"], "ask again later")
+            denial.granted -= 1
 
     def _check_quota(self, order: Order) -> None:
         quota = self._quota.get(order.worker_class)

@@ -187,6 +187,13 @@ class SimEngine:
         told, self._told = self._told, _Told()
         return tuple(told.events)
 
+    def settle_busy(self) -> None:
+        """Tell of the span of work that is under way, up to now."""
+        if self._busy_since_s is not None and self.on_busy is not None:
+            now_s = self._clock.monotonic_s()
+            self.on_busy(self._busy_since_s, now_s)
+            self._busy_since_s = now_s
+
     # ------------------------------------------------------------------ inside
 
     def _now_s(self) -> float:

@@ -1,6 +1,7 @@
 """What goes wrong during a run: frozen values with a time, seconds since the first arrival.
 
-Owns what may go wrong; the world carries it out.
+Owns what may go wrong, in the words of those who write scenarios; `script` carries it out. Where a
+worker is hit, it is the one of its role that has served longest.
 """
 
 from __future__ import annotations
@@ -12,10 +13,137 @@ from readyplane.core.worker import Role
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The worker of a role that has served longest is gone without a word."""
+    """Workers are gone without a word."""
 
     at_s: float
     role: Role
+    count: int = 1
 
 
-Fault = Crash
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """An engine makes no progress for a while; its agent goes on renewing."""
+
+    at_s: float
+    role: Role
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Workers cannot reach the router for a while; longer than a lease, and it lapses."""
+
+    at_s: float
+    role: Role
+    for_s: float
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SourceDies:
+    """The next peer that is half-way through giving its weights dies, as source and as worker."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLies:
+    """The next peer that gives its weights turns out to give wrong bytes half-way."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpotReclaim:
+    """Workers are to be given back: told to drain, and gone after the notice, drained or not."""
+
+    at_s: float
+    role: Role
+    notice_s: float = 30.0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaDenied:
+    """The actuator takes only `granted` more orders for a while; of any role when None."""
+
+    at_s: float
+    for_s: float
+    granted: int = 0
+    role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartsHang:
+    """The next `count` starts that have their weights never come up."""
+
+    at_s: float
+    role: Role
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StartsFail:
+    """The next `count` starts that have their weights fail."""
+
+    at_s: float
+    role: Role
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SignalsStale:
+    """The planner gets the router's last answer again and again for a while."""
+
+    at_s: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SignalsMissing:
+    """The planner gets no answer of the router for a while."""
+
+    at_s: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SignalOutlier:
+    """One answer of the router tells of `factor` times the demand since the one before."""
+
+    at_s: float
+    factor: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClockStep:
+    """The planner's wall clock jumps."""
+
+    at_s: float
+    by_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerRestart:
+    """The leading planner dies; another begins after a while, from journal and lease alone."""
+
+    at_s: float
+    for_s: float = 0.0
+
+
+Fault = (
+    Crash
+    | Stall
+    | Partition
+    | SourceDies
+    | SourceLies
+    | SpotReclaim
+    | QuotaDenied
+    | StartsHang
+    | StartsFail
+    | SignalsStale
+    | SignalsMissing
+    | SignalOutlier
+    | ClockStep
+    | PlannerRestart
+)

@@ -18,7 +18,8 @@ import numpy as np
 
 from readyplane.core.errors import InvalidField
 from readyplane_lab.demo import DEMO_POLICY
-from readyplane_lab.simulator.world import WorldOptions, WorldResult, run_world
+from readyplane_lab.simulator.world import WorldOptions, run_world
+from readyplane_lab.simulator.world_result import WorldResult
 from readyplane_lab.workload.request import WorkloadRequest
 
 QUANTILES = (0.5, 0.9, 0.99)

@@ -1,17 +1,20 @@
-"""The production router with an ear on it: what the planner is shown, and what is noted of it.
+"""The production router with an ear on it: what the planner is shown, and what is checked and noted.
 
-Owns nothing of the router's work: every call goes through. A convertible decode worker is shown to
-the planner as the decode worker that it was ordered as.
+Owns nothing of the router's work: every call goes through. The planner is shown the fleet as it was
+ordered: a convertible decode worker as a decode worker, and a standby not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from readyplane.core.worker import Fleet, Role, Worker
-from readyplane.ports import RouterSignals
+from readyplane.core.work import RequestShape
+from readyplane.core.worker import Fleet, Lease, Role, Worker, WorkerOffer
+from readyplane.ports import Pair, RouterSignals
+from readyplane_lab.simulator.invariants import Epochs, pair_is_ready
+from readyplane_lab.simulator.telemetry import Telemetry
 from readyplane_router.service import RouterService
 
 
@@ -19,12 +22,45 @@ class SimRouter(RouterService):
     """`RouterService` on virtual time.
 
     Args:
-        on_drain: told the id of each worker that is to drain. Others: as `RouterService`.
+        telemetry: the way of the signals to the planner. hidden: ids of workers that it is not
+            shown. on_drain: told the id of each worker that is to drain. Others: as `RouterService`.
     """
 
-    def __init__(self, *, on_drain: Callable[[str], None], **parts: Any) -> None:
+    def __init__(
+        self,
+        *,
+        telemetry: Telemetry,
+        hidden: Callable[[], Collection[str]],
+        on_drain: Callable[[str], None],
+        **parts: Any,
+    ) -> None:
         super().__init__(**parts)
+        self._telemetry = telemetry
+        self._hidden = hidden
         self._on_drain = on_drain
+        self._lease_epochs = Epochs("lease epoch of a worker")
+
+    async def register(self, offer: WorkerOffer) -> Lease:
+        """See the port."""
+        lease = await super().register(offer)
+        self._lease_epochs.lease(lease)
+        return lease
+
+    async def route(
+        self,
+        shape: RequestShape,
+        *,
+        replaces: str = "",
+        avoid: Sequence[str] = (),
+        explain: bool = False,
+        dry_run: bool = False,
+    ) -> Pair:
+        """See the port."""
+        pair = await super().route(
+            shape, replaces=replaces, avoid=avoid, explain=explain, dry_run=dry_run
+        )
+        pair_is_ready(pair, self.roster.members)
+        return pair
 
     async def drain(self, worker_id: str, **how: Any) -> Worker:
         """See the port."""
@@ -35,12 +71,13 @@ class SimRouter(RouterService):
     async def signals(self, model: str = "") -> RouterSignals:
         """See the port; asked by the planner alone."""
         found = await super().signals(model)
-        return replace(found, fleet=_as_ordered(found.fleet))
+        return self._telemetry.passed(replace(found, fleet=self._as_ordered(found.fleet)))
 
-
-def _as_ordered(fleet: Fleet) -> Fleet:
-    both = {i: w for i, w in fleet.workers.items() if w.role is Role.BOTH}
-    if not both:
-        return fleet
-    shown = {i: replace(w, offer=replace(w.offer, role=Role.DECODE)) for i, w in both.items()}
-    return replace(fleet, workers={**fleet.workers, **shown})
+    def _as_ordered(self, fleet: Fleet) -> Fleet:
+        hidden = self._hidden()
+        both = {i: w for i, w in fleet.workers.items() if w.role is Role.BOTH}
+        if not both and not hidden:
+            return fleet
+        shown = {i: replace(w, offer=replace(w.offer, role=Role.DECODE)) for i, w in both.items()}
+        workers = {i: w for i, w in {**fleet.workers, **shown}.items() if i not in hidden}
+        return replace(fleet, workers=workers)

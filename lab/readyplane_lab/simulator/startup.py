@@ -1,21 +1,21 @@
-"""Start-ups on virtual time: each segment drawn from quantiles, the weights over shared links.
+"""How long a start takes on virtual time: each segment drawn, common random numbers for everybody.
 
-Owns the numbers of a start and who gives the bytes: the object store has one bandwidth that its
-readers share, and every ready worker is a peer that gives to a bounded number of readers. So a
-second start is faster than a first, and ten at once fan out instead of queueing at one source.
+Owns the numbers of a start and their draws; `sources` owns who gives the weights to whom. The k-th
+start of a pool draws the same in every run of one seed, whoever ordered it and whatever it is
+called, so that two policies are compared on the same luck.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from readyplane.core.startup import SegmentName, WeightTier
-from readyplane.kit.clock import Clock
+from readyplane.core.startup import SegmentName
 
-MARKS = 8
+Quantiles = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,14 @@ class StartUpModel:
 
     Attributes:
         provision_s: order to agent running. segments: medians of what is not the weights, in order.
-        sigma: of the lognormal factor of each segment. weight_bytes: moved at every start.
-        store_bytes_per_s: shared by all readers of the object store.
-        peer_bytes_per_s: of one peer, shared by its readers. peer_readers_max: per peer.
+        sigma: of the lognormal factor of each segment.
+        spread: measured quantiles in place of the lognormal, by segment: (share, factor over the
+            median), ascending; between two of them the logarithm is interpolated.
+        weight_bytes: moved at every start. store_bytes_per_s: shared by all readers of the object
+            store. peer_bytes_per_s: of one peer, shared by its readers. peer_readers_max: per peer.
+        cached_share: of starts whose node holds the weights already, read at `disk_bytes_per_s`.
+        compiled_share: of starts that find the compile cache warm: compiling takes `compiled_s`.
+        activate_s: a standby that is to serve. flip_s: a drained worker that changes its stage.
     """
 
     provision_s: float = 0.3
@@ -43,81 +48,71 @@ class StartUpModel:
         }
     )
     sigma: float = 0.3
+    spread: Mapping[SegmentName, Quantiles] = field(default_factory=dict)
     weight_bytes: float = 300e6
     store_bytes_per_s: float = 500e6
     peer_bytes_per_s: float = 1000e6
     peer_readers_max: int = 2
+    cached_share: float = 0.0
+    disk_bytes_per_s: float = 2000e6
+    compiled_share: float = 0.0
+    compiled_s: float = 0.1
+    activate_s: float = 1.0
+    flip_s: float = 1.0
 
     def seconds(self, name: SegmentName, draws: Draws, *start: object) -> float:
         """One segment of one start; `start` names it, so that every run draws alike."""
         median_s = self.segments.get(name, 0.0)
         if name is SegmentName.SCHEDULE:
             median_s = self.provision_s
-        return median_s * draws.factor(self.sigma, *start, name)
+        elif name is SegmentName.COMPILE and self._is_warm(
+            self.compiled_share, draws, *start, name
+        ):
+            median_s = self.compiled_s
+        return self._drawn(median_s, name, draws, *start, name)
+
+    def activation_s(self, draws: Draws, *start: object) -> float:
+        """From being told to passing the gate, of a standby."""
+        return self._drawn(self.activate_s, None, draws, *start, "activate")
+
+    def flipping_s(self, draws: Draws, *start: object) -> float:
+        """From having drained one stage to passing the gate of the other."""
+        return self._drawn(self.flip_s, None, draws, *start, "flip")
+
+    def is_cached(self, draws: Draws, *start: object) -> bool:
+        """Whether the node of this start holds the weights."""
+        return self._is_warm(self.cached_share, draws, *start, "weights")
+
+    def _is_warm(self, share: float, draws: Draws, *start: object) -> bool:
+        return share > 0 and draws.share(*start, "cache") < share
+
+    def _drawn(
+        self, median_s: float, name: SegmentName | None, draws: Draws, *key: object
+    ) -> float:
+        quantiles = self.spread.get(name) if name is not None else None
+        if quantiles is None:
+            return median_s * draws.factor(self.sigma, *key)
+        shares = [share for share, _ in quantiles]
+        logs = [math.log(factor) for _, factor in quantiles]
+        return median_s * math.exp(float(np.interp(draws.share(*key), shares, logs)))
 
     def scaled_to(self, t_ready_s: float) -> StartUpModel:
         """The same start stretched so that a lone cold start takes about `t_ready_s`."""
         alone = sum(self.segments.values()) + self.weight_bytes / self.store_bytes_per_s
         factor = t_ready_s / (alone + self.provision_s)
-        return StartUpModel(
+        return replace(
+            self,
             provision_s=self.provision_s * factor,
             segments={name: s * factor for name, s in self.segments.items()},
-            sigma=self.sigma,
-            weight_bytes=self.weight_bytes,
             store_bytes_per_s=self.store_bytes_per_s / factor,
             peer_bytes_per_s=self.peer_bytes_per_s / factor,
-            peer_readers_max=self.peer_readers_max,
+            disk_bytes_per_s=self.disk_bytes_per_s / factor,
+            compiled_s=self.compiled_s * factor,
         )
 
 
-class WeightSources:
-    """Who gives weights to whom, on virtual time."""
-
-    def __init__(self, model: StartUpModel, *, clock: Clock) -> None:
-        self._model = model
-        self._clock = clock
-        self._store_readers = 0
-        self._peers: dict[str, int] = {}
-
-    def add_peer(self, worker_id: str) -> None:
-        """A ready worker gives its weights from now on."""
-        self._peers.setdefault(worker_id, 0)
-
-    def remove_peer(self, worker_id: str) -> None:
-        """It gives no more; readers under way go on from the store."""
-        self._peers.pop(worker_id, None)
-
-    async def fetch(self) -> WeightTier:
-        """Move the weights of one start; returns the tier that gave the last byte."""
-        left = self._model.weight_bytes
-        peer = self._free_peer()
-        if peer is not None:
-            self._peers[peer] += 1
-            while left > 0 and peer in self._peers:
-                left -= await self._piece(self._model.peer_bytes_per_s / self._peers[peer])
-            if peer in self._peers:
-                self._peers[peer] -= 1
-                return WeightTier.L1_HOST
-        self._store_readers += 1
-        try:
-            while left > 0:
-                left -= await self._piece(self._model.store_bytes_per_s / self._store_readers)
-        finally:
-            self._store_readers -= 1
-        return WeightTier.L4_OBJECT
-
-    def _free_peer(self) -> str | None:
-        free = [(n, w) for w, n in self._peers.items() if n < self._model.peer_readers_max]
-        return min(free)[1] if free else None
-
-    async def _piece(self, bytes_per_s: float) -> float:
-        size = self._model.weight_bytes / MARKS
-        await self._clock.sleep(size / bytes_per_s)
-        return size
-
-
 class Draws:
-    """Seeded lognormal factors, one stream per purpose, independent of the order of tasks."""
+    """Seeded draws, one stream per purpose, independent of the order of tasks."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -126,9 +121,15 @@ class Draws:
         """exp(sigma * z) with z from (seed, names)."""
         if sigma <= 0:
             return 1.0
-        key = [self._seed & 0xFFFFFFFF, *(c for n in names for c in str(n).encode())]
-        z = np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).standard_normal()
-        return float(np.exp(sigma * z))
+        return float(np.exp(sigma * self._generator(*names).standard_normal()))
+
+    def share(self, *names: object) -> float:
+        """Uniform in [0, 1) from (seed, names)."""
+        return float(self._generator(*names).random())
+
+    def _generator(self, *names: object) -> np.random.Generator:
+        key = [self._seed & 0xFFFFFFFF, *(c for n in names for c in f"{n}/".encode())]
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
-__all__ = ["Draws", "StartUpModel", "WeightSources"]
+__all__ = ["Draws", "StartUpModel"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from readyplane_lab.simulator.invariants import targets_are_in_bounds
 from readyplane_planner.decide import Decision, Memory, Plan
 from readyplane_planner.decide.follow import Brain
 from readyplane_planner.signals import Observation
@@ -18,16 +19,19 @@ class Witness:
 
     Attributes:
         targets: (seconds, prefill, decode) whenever one moved. thought_s: of each decision.
-        reasons: how often each reason was given. memory: the newest.
+        fallbacks, overrides: of all planners that thought with it.
     """
 
-    def __init__(self, brain: Brain, *, cpu_s: Callable[[], float]) -> None:
+    def __init__(
+        self, brain: Brain, *, cpu_s: Callable[[], float], on_tick: Callable[[], None]
+    ) -> None:
         self.targets: list[tuple[float, int, int]] = []
         self.thought_s: list[float] = []
-        self.reasons: Counter[str] = Counter()
-        self.memory = Memory()
+        self.fallbacks = 0
+        self.overrides: Counter[str] = Counter()
         self._brain = brain
         self._cpu_s = cpu_s
+        self._on_tick = on_tick
 
     def __call__(
         self,
@@ -44,9 +48,11 @@ class Witness:
             observation, plan, memory, now_s=now_s, decision_id=decision_id
         )
         self.thought_s.append(self._cpu_s() - began_s)
-        self.memory = after
-        self.reasons.update({reason.code for reason in decision.why})
+        targets_are_in_bounds(decision, plan)
+        self.fallbacks += after.fallbacks - memory.fallbacks
+        self.overrides.update(Counter(after.overrides) - Counter(memory.overrides))
         wanted = (decision.prefill.target, decision.decode.target)
         if not self.targets or self.targets[-1][1:] != wanted:
             self.targets.append((now_s, *wanted))
+        self._on_tick()
         return decision, after

@@ -1,30 +1,59 @@
 """A worker's life on virtual time, as its agent lives it: lease, start, gate, serving, drain.
 
 Every step goes through the production router's port and the production lifecycle table; only what
-takes time on a machine (segments, weights, engine) is modelled.
+takes time on a machine (segments, weights, engine) is modelled. As an agent does, it serves on while
+the router cannot be reached, and asks for a lost lease once more and passes the gate again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from readyplane.core import gate_checks as gc
-from readyplane.core.errors import LostLease, ReadyplaneError, Refused, StaleEpoch
+from readyplane.core.errors import (
+    LostLease,
+    NotFound,
+    ReadyplaneError,
+    Refused,
+    StaleEpoch,
+    Unavailable,
+)
 from readyplane.core.identity import KvFormat, Manifest
 from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import Segment, SegmentName, WeightTier
 from readyplane.core.worker import CheckResult, Lease, Role, Serving, StartProgress, WorkerOffer
 from readyplane.kit.clock import Clock
-from readyplane.ports import KvEventBatch, Order, RankReport, Renewal, Router
-from readyplane_agent.lifecycle import Event, State, step
+from readyplane.ports import Directive, KvEvent, KvEventBatch, Order, RankReport, Renewal, Router
+from readyplane_agent.lifecycle import STARTS, Event, State, holds_lease, step
 from readyplane_lab.simulator.engine import SimEngine
-from readyplane_lab.simulator.startup import Draws, StartUpModel, WeightSources
+from readyplane_lab.simulator.ledger import Account, Part
+from readyplane_lab.simulator.sources import WeightSources
+from readyplane_lab.simulator.startup import Draws, StartUpModel
 
 BLOCK_SIZE = 16
-RANK_STEPS = ("scheduled", "verified", "connected", "placed", "canary_passed")
+ASKED_AGAIN_MAX = 8
+REACH_EVERY_S = 0.5
+
+Answer = TypeVar("Answer")
+
+
+class Begin(StrEnum):
+    """How an allocation comes to serve."""
+
+    COLD = "cold"
+    STANDBY = "standby"  # loaded, then waits to be activated
+    FLIP = "flip"  # engine and weights of a worker that served the other stage
+
+
+class Mishap(StrEnum):
+    """What may become of a start."""
+
+    HANGS = "hangs"
+    FAILS = "fails"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +61,8 @@ class Site:
     """What all workers of a world share.
 
     Attributes:
-        block_size: tokens of a KV block. tasks: whatever runs a coroutine beside the others.
+        mishap: asked once a start, when the weights are there: what becomes of it, None for well.
+        block_size: tokens of a KV block.
     """
 
     router: Router
@@ -41,6 +71,7 @@ class Site:
     sources: WeightSources
     draws: Draws
     clock: Clock
+    mishap: Callable[[Role], Mishap | None] = lambda _role: None
     block_size: int = BLOCK_SIZE
 
 
@@ -49,11 +80,14 @@ class SimWorker:
 
     Args:
         profile: of its engine. told: the one the router is told, where that differs.
-        role: that it registers with. ordinal: of this start among those of its pool, for the draws.
+        role: that it registers with. start: what names this start among all, for the draws.
+        account: where its GPU-seconds are booked. begin: how it comes to serve.
 
     Attributes:
         allocated_s, ready_s, drain_s, released_s: virtual seconds, None while it has not happened.
         state: where its agent is. tier: where its weights came from.
+        waits: a standby that has not been activated. unreachable_until_s: no word to or from the
+            router before then.
     """
 
     def __init__(
@@ -64,28 +98,38 @@ class SimWorker:
         profile: ClassProfile,
         told: ClassProfile | None = None,
         role: Role,
-        ordinal: int,
+        start: tuple[object, ...],
+        account: Account,
+        begin: Begin = Begin.COLD,
         on_released: Callable[[SimWorker], None],
     ) -> None:
         self.order = order
         self.role = role
         self.profile = profile
-        self._told = told or profile
+        self.account = account
+        self.begin = begin
         self.engine = SimEngine(profile, block_size=site.block_size, clock=site.clock)
+        self.engine.on_busy = account.busy
         self.state = State.NEW
         self.tier = WeightTier.UNKNOWN
         self.allocated_s = site.clock.monotonic_s()
         self.ready_s: float | None = None
         self.drain_s: float | None = None
         self.released_s: float | None = None
+        self.waits = begin is Begin.STANDBY
+        self.unreachable_until_s = 0.0
         self.failure = ""
         self._site = site
-        self._ordinal = ordinal
+        self._told = told or profile
+        self._named = start
         self._on_released = on_released
         self._segments: list[Segment] = []
         self._lease: Lease | None = None
+        self._step = ""
         self._kv_sequence = 0
-        self._task = asyncio.get_running_loop().create_task(self._live())
+        self._kv_anew = False
+        self._activated = asyncio.Event()
+        self.task = asyncio.get_running_loop().create_task(self._live())
 
     @property
     def pool(self) -> str:
@@ -105,12 +149,34 @@ class SimWorker:
     def crash(self, why: str) -> None:
         """The process and its engine are gone without a word."""
         self.failure = why
-        self._task.cancel()
+        self.task.cancel()
 
     async def release(self) -> None:
         """End it, however far it is."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    def activate(self) -> None:
+        """A standby is to serve."""
+        self._activated.set()
+
+    @property
+    def activated(self) -> bool:
+        """Whether a standby has been told to serve."""
+        return self._activated.is_set()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether a standby could serve at once."""
+        return self.waits and self.state is State.JOINING
+
+    def told_to_drain(self) -> None:
+        """The router will send nothing new here."""
+        if self.drain_s is None:
+            self.drain_s = self._site.clock.monotonic_s()
+            if self.ready_s is not None:
+                self.engine.settle_busy()
+                self.account.become(Part.DRAIN)
 
     # ------------------------------------------------------------------ life
 
@@ -119,69 +185,119 @@ class SimWorker:
             await self._start()
             await self._serve()
         except (LostLease, StaleEpoch) as error:
-            self._tell(Event.FENCED_OFF)
+            if holds_lease(self.state):
+                self._tell(Event.FENCED_OFF)
             self.failure = str(error)
         except ReadyplaneError as error:
             self.failure = self.failure or str(error)
+            await self._leave("the start failed")
         finally:
             self._site.sources.remove_peer(self.order.worker_id)
             self.engine.kill(self.failure or "the worker has left")
             self.released_s = self._site.clock.monotonic_s()
+            self.account.close()
             self._on_released(self)
 
     async def _start(self) -> None:
-        await self._run(SegmentName.SCHEDULE, self._seconds(SegmentName.SCHEDULE))
+        await self._run(SegmentName.SCHEDULE, self._begin_s())
+        await self._in_reach()
         self._lease = await self._site.router.register(self._offer())
         self._tell(Event.LEASE_GRANTED)
         await self._rank("scheduled")
         renewing = asyncio.get_running_loop().create_task(self._renewing())
         try:
-            for name in (SegmentName.RUNTIME_IMPORT, SegmentName.ARTIFACT_DISCOVERY):
-                await self._drawn(name)
-            self._tell(Event.SOURCES_PLANNED)
-            began_s = self._site.clock.monotonic_s()
-            self._segments.append(Segment(SegmentName.WEIGHT_TRANSFER, began_s, None))
-            self.tier = await self._site.sources.fetch()
-            self._end_segment()
-            self._tell(Event.WEIGHTS_VERIFIED)
-            await self._rank("verified")
-            for name in list(self._site.startup.segments)[2:-1]:
-                await self._drawn(name)
-            self._tell(Event.ENGINE_UP)
-            await self._rank("connected")
-            await self._rank("placed")
-            await self._drawn(SegmentName.CANARY)
-            self._tell(Event.CANARY_PASSED)
-            group_epoch = await self._rank("canary_passed")
+            await (self._flip() if self.begin is Begin.FLIP else self._load())
+            if self.begin is Begin.STANDBY:
+                await self._stand_by()
         finally:
             renewing.cancel()
-        verdict = await self._site.router.admit(
-            self.order.worker_id,
-            self.incarnation,
-            self._epoch,
-            serving=self._serving(),
-            checks=self._checks(group_epoch),
+        await asyncio.gather(renewing, return_exceptions=True)
+        await self._join()
+        self.ready_s = self._site.clock.monotonic_s()
+        self.account.become(Part.IDLE)
+        self._site.sources.add_peer(self.order.worker_id)
+
+    def _begin_s(self) -> float:
+        return 0.0 if self.begin is Begin.FLIP else self._seconds(SegmentName.SCHEDULE)
+
+    async def _load(self) -> None:
+        """Every segment of a start up to the canary."""
+        site, names = self._site, list(self._site.startup.segments)
+        for name in names[:2]:
+            await self._drawn(name)
+        self._tell(Event.SOURCES_PLANNED)
+        self._segments.append(Segment(SegmentName.WEIGHT_TRANSFER, site.clock.monotonic_s(), None))
+        cached = site.startup.is_cached(site.draws, *self._named)
+        self.tier = await site.sources.fetch(cached=cached)
+        self._end_segment()
+        self._tell(Event.WEIGHTS_VERIFIED)
+        await self._rank("verified")
+        await self._or_mishap()
+        for name in names[2:-1]:
+            await self._drawn(name)
+        await self._placed()
+        await self._drawn(names[-1])
+        self._tell(Event.CANARY_PASSED)
+
+    async def _flip(self) -> None:
+        """Weights and engine are there already: only connections and the canary are new."""
+        self._tell(Event.ENGINE_FOUND)
+        self.tier = WeightTier.L0_PEER_GPU
+        await self._placed()
+        seconds = self._site.startup.flipping_s(self._site.draws, *self._named)
+        await self._run(SegmentName.CANARY, seconds)
+        self._tell(Event.CANARY_PASSED)
+
+    async def _placed(self) -> None:
+        self._tell(Event.ENGINE_UP)
+        await self._rank("connected")
+        await self._rank("placed")
+
+    async def _stand_by(self) -> None:
+        self.account.become(Part.STANDBY)
+        await self._activated.wait()
+        self.account.become(Part.BOOT)
+        seconds = self._site.startup.activation_s(self._site.draws, *self._named)
+        await self._run(SegmentName.ROUTER_REGISTRATION, seconds)
+        self.waits = False
+
+    async def _or_mishap(self) -> None:
+        mishap = self._site.mishap(self.order.role)
+        if mishap is Mishap.HANGS:
+            await asyncio.get_running_loop().create_future()
+        if mishap is Mishap.FAILS:
+            self._tell(Event.START_FAILED)
+            raise Unavailable("the engine did not come up", "look at its log")
+
+    async def _join(self) -> None:
+        """Hand the evidence in; whoever is not admitted ends."""
+        group_epoch = await self._rank("canary_passed")
+        verdict = await self._asked(
+            lambda: self._site.router.admit(
+                self.order.worker_id,
+                self.incarnation,
+                self._epoch,
+                serving=self._serving(),
+                checks=self._checks(group_epoch),
+            )
         )
         if not verdict.admitted:
             self._tell(Event.REFUSED)
             self.failure = "; ".join(verdict.reasons)
             raise Refused("admission", verdict.reasons)
         self._tell(Event.ADMITTED)
-        self.ready_s = self._site.clock.monotonic_s()
-        self._site.sources.add_peer(self.order.worker_id)
 
     async def _serve(self) -> None:
         drained: asyncio.Task[None] | None = None
         while True:
             done = drained is not None and drained.done()
-            answer = await self._renew(drained=done)
-            kinds = {d.kind for d in answer}
+            kinds = {d.kind for d in await self._renew(drained=done)}
             if kinds & {"leave", "stop"}:
                 self._tell(Event.LEAVE_ASKED)
-                await self._site.router.leave(
-                    self.order.worker_id, self.incarnation, self._epoch, reason="drained"
-                )
+                await self._leave("drained")
                 return
+            if self.state is State.REJOINING:
+                await self._join()
             if "drain" in kinds and drained is None:
                 self._tell(Event.DRAIN_ASKED)
                 drained = asyncio.get_running_loop().create_task(self.engine.idle())
@@ -192,28 +308,68 @@ class SimWorker:
         while True:
             assert self._lease is not None
             await self._site.clock.sleep(self._lease.ttl_s / 3)
-            await self._renew()
+            if {d.kind for d in await self._renew()} & {"leave", "stop"}:
+                # A start that is no longer wanted has served nobody: there is nothing to drain.
+                self.crash("told to leave before it served")
+                return
 
-    async def _renew(self, *, drained: bool = False) -> tuple[Any, ...]:
+    async def _renew(self, *, drained: bool = False) -> tuple[Directive, ...]:
+        answer = await self._asked(lambda: self._site.router.renew(self._renewal(drained)))
+        self._lease = answer.lease
+        self._kv_anew = self._kv_anew or any(d.kind == "replay_kv" for d in answer.directives)
+        return answer.directives
+
+    def _renewal(self, drained: bool) -> Renewal:
         events = self.engine.take_kv_events()
+        if self._kv_anew:
+            # What the engine holds is not told again: it is credited with less than it has.
+            self._kv_anew = False
+            events = (KvEvent("cleared"), *events)
         batches: tuple[KvEventBatch, ...] = ()
         if events:
             batches = (KvEventBatch(self._kv_sequence, events),)
             self._kv_sequence += 1
-        ready = self.ready_s is not None
-        answer = await self._site.router.renew(
-            Renewal(
-                self.order.worker_id,
-                self.incarnation,
-                self._epoch,
-                progress=self._progress(),
-                load=self.engine.load() if ready else None,
-                kv_events=batches,
-                drained=drained,
-            )
+        return Renewal(
+            self.order.worker_id,
+            self.incarnation,
+            self._epoch,
+            progress=self._progress(),
+            load=self.engine.load() if self.ready_s is not None else None,
+            kv_events=batches,
+            drained=drained,
         )
-        self._lease = answer.lease
-        return answer.directives
+
+    async def _leave(self, reason: str) -> None:
+        if self._lease is not None and self._site.clock.monotonic_s() >= self.unreachable_until_s:
+            await self._site.router.leave(
+                self.order.worker_id, self.incarnation, self._epoch, reason=reason
+            )
+
+    # ------------------------------------------------------------------ the router
+
+    async def _in_reach(self) -> None:
+        """Wait while there is no way to the router."""
+        while self._site.clock.monotonic_s() < self.unreachable_until_s:
+            left_s = self.unreachable_until_s - self._site.clock.monotonic_s()
+            await self._site.clock.sleep(min(REACH_EVERY_S, left_s))
+
+    async def _asked(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Ask the router when it can be reached; a lost lease is asked for once more first."""
+        for _ in range(ASKED_AGAIN_MAX):
+            await self._in_reach()
+            try:
+                return await call()
+            except (LostLease, NotFound):
+                await self._again()
+        raise Unavailable("the router takes every lease back", "look at its log")
+
+    async def _again(self) -> None:
+        """The lease anew, under the same incarnation; the router knows whether that may be."""
+        self._lease = await self._site.router.register(self._offer())
+        self._tell(Event.LEASE_REGRANTED)
+        self._kv_anew = True
+        if self._step and self.state in STARTS:
+            await self._site.router.report_rank(self._report(self._step))
 
     # ------------------------------------------------------------------ parts
 
@@ -229,7 +385,7 @@ class SimWorker:
         await self._run(name, self._seconds(name))
 
     def _seconds(self, name: SegmentName) -> float:
-        return self._site.startup.seconds(name, self._site.draws, self.pool, self._ordinal)
+        return self._site.startup.seconds(name, self._site.draws, *self._named)
 
     async def _run(self, name: SegmentName, seconds: float) -> None:
         self._segments.append(Segment(name, self._site.clock.monotonic_s(), None, modelled=True))
@@ -240,17 +396,19 @@ class SimWorker:
         self._segments[-1] = replace(self._segments[-1], end_s=self._site.clock.monotonic_s())
 
     async def _rank(self, name: str) -> int:
-        status = await self._site.router.report_rank(
-            RankReport(
-                self.order.worker_id,
-                self.incarnation,
-                self._epoch,
-                rank=0,
-                step=name,
-                manifest_digest=self._site.manifest.digest,
-            )
-        )
+        status = await self._asked(lambda: self._site.router.report_rank(self._report(name)))
+        self._step = name
         return status.group_epoch
+
+    def _report(self, name: str) -> RankReport:
+        return RankReport(
+            self.order.worker_id,
+            self.incarnation,
+            self._epoch,
+            rank=0,
+            step=name,
+            manifest_digest=self._site.manifest.digest,
+        )
 
     def _offer(self) -> WorkerOffer:
         order = self.order

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from readyplane import profiles
 from readyplane.core.errors import InvalidField, NotFound, Unavailable
@@ -25,16 +24,22 @@ from readyplane.core.work import Slo
 from readyplane.core.worker import Role
 from readyplane.kit.clock import cpu_s
 from readyplane.ports import Order
-from readyplane_lab.simulator import convertible
+from readyplane_lab.simulator import convertible, invariants
 from readyplane_lab.simulator.actuator import SimActuator
+from readyplane_lab.simulator.directives import Directive
 from readyplane_lab.simulator.faults import Fault
-from readyplane_lab.simulator.gateway import Record, SimGateway
+from readyplane_lab.simulator.gateway import SimGateway
+from readyplane_lab.simulator.ledger import Ledger
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
-from readyplane_lab.simulator.outcome import Floats, Life, RunResult, Served
+from readyplane_lab.simulator.outcome import Life
 from readyplane_lab.simulator.router import SimRouter
-from readyplane_lab.simulator.startup import Draws, StartUpModel, WeightSources
+from readyplane_lab.simulator.script import Mishaps, Script, Stage
+from readyplane_lab.simulator.sources import WeightSources
+from readyplane_lab.simulator.startup import Draws, StartUpModel
+from readyplane_lab.simulator.telemetry import SteppedClock, Telemetry
 from readyplane_lab.simulator.watch import Witness
-from readyplane_lab.simulator.worker import BLOCK_SIZE, SimWorker, Site
+from readyplane_lab.simulator.worker import BLOCK_SIZE, Begin, SimWorker, Site
+from readyplane_lab.simulator.world_result import WorldResult
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_planner.decide import decide
 from readyplane_planner.decide.follow import Brain
@@ -48,7 +53,10 @@ from readyplane_router.policy import RouterPolicy
 from readyplane_router.store import MemoryStore
 
 SAMPLE_EVERY_S = 5.0
+SWEEP_EVERY_S = 5.0
 READY_WITHIN_S = 86_400.0
+LEADS_FOR_S = 10.0
+DECISIONS_MAX = 10_000
 POLL_S = 0.1
 LINK = LinkClass("rdma-400g", 50e9, 0.002)
 
@@ -67,6 +75,8 @@ class WorldOptions:
         classes: profiles of worker classes besides the policy's two, for brains that order them.
         quota: GPUs of a worker class that may be held at once. prices: per GPU-hour, where they
             are not the profile's.
+        faults, directives: what happens at which moment. standbys: (prefill, decode) workers that
+            are loaded at the first arrival and wait to be activated; only with `initial`.
         record: False keeps neither series nor documents of decisions.
     """
 
@@ -82,55 +92,9 @@ class WorldOptions:
     classes: Mapping[str, str] = field(default_factory=dict)
     quota: Mapping[str, int] = field(default_factory=dict)
     prices: Mapping[str, float] = field(default_factory=dict)
+    directives: tuple[Directive, ...] = ()
+    standbys: tuple[int, int] = (0, 0)
     record: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class WorldResult:
-    """What a run came to, with every request's record. Series are sampled every 5 virtual seconds.
-
-    Attributes:
-        seconds: first arrival to last record. began_wall_s: the first arrival on the virtual wall
-            clock, on which decisions are dated.
-    """
-
-    records: tuple[Record, ...]
-    asked: tuple[int, ...]
-    lives: tuple[Life, ...]
-    decisions: tuple[dict[str, Any], ...]
-    series: Mapping[str, Any]
-    targets: tuple[tuple[float, int, int], ...]
-    counts: Mapping[str, float]
-    seconds: float
-    began_wall_s: float
-    planner_s: tuple[float, ...] = field(default=(), compare=False)
-
-    def run(self) -> RunResult:
-        """The same in the words that both modes share."""
-        records = self.records
-
-        def column(name: str) -> Floats:
-            values = [getattr(r, name) for r in records]
-            return np.array([np.inf if v is None else v for v in values], dtype=np.float64)
-
-        return RunResult(
-            span_s=records[-1].at_s - records[0].at_s,
-            lives=self.lives,
-            served=Served(
-                at_s=column("at_s"),
-                isl=column("isl"),
-                osl=np.array(self.asked, dtype=np.float64),
-                ttft_s=column("ttft_s"),
-                tpot_s=column("tpot_s"),
-                weight=np.ones(len(records)),
-            ),
-            outcomes=dict(sorted(Counter(r.outcome for r in records).items())),
-            targets=self.targets,
-            series=self.series,
-            decisions=tuple({**d, "at_s": d["at_s"] - self.began_wall_s} for d in self.decisions),
-            counts=self.counts,
-            planner_s=self.planner_s,
-        )
 
 
 class Manifests:
@@ -164,8 +128,16 @@ class World:
         self.slo = Slo(self.policy.slo.ttft_s, self.policy.slo.tpot_s)
         self.classes = _classes(self.policy.prefill, self.policy.decode, options.classes)
         self.told = {name: self._told(profile) for name, profile in self.classes.items()}
+        self.ledger = Ledger(self.clock)
+        self.telemetry = Telemetry(self.clock)
+        self.wall = SteppedClock(self.clock)
+        self.mishaps = Mishaps()
+        self.sources = WeightSources(options.startup, clock=self.clock)
+        self.sources.on_death = self._source_died
         self.actuator = SimActuator(self.spawn, clock=self.clock, quota=options.quota)
         self.router = SimRouter(
+            telemetry=self.telemetry,
+            hidden=self.actuator.hidden,
             on_drain=self._drains,
             store=MemoryStore(self.clock),
             epochs=MemoryEpochs(),
@@ -179,30 +151,18 @@ class World:
             router=self.router,
             manifest=self.manifest,
             startup=options.startup,
-            sources=WeightSources(options.startup, clock=self.clock),
+            sources=self.sources,
             draws=Draws(options.seed),
             clock=self.clock,
+            mishap=self.mishaps.take,
             block_size=options.block_size,
         )
-        self.witness = Witness(options.brain or decide, cpu_s=cpu_s)
-        ids = itertools.count()
-        self.planner = PlannerService(
-            policy=self.policy,
-            router=self.router,
-            actuator=self.actuator,
-            registry=Manifests(self.manifest),
-            journal=MemoryJournal(),
-            leadership=Leadership(
-                MemoryLeaseStore(self.clock.monotonic_s),
-                name=self.policy.model,
-                holder="planner-0",
-                ttl_s=10.0,
-                now_s=self.clock.monotonic_s,
-            ),
-            clock=self.clock,
-            make_id=lambda: f"{next(ids):06x}",
-            brain=self.witness,
-        )
+        self.witness = Witness(options.brain or decide, cpu_s=cpu_s, on_tick=self._ticked)
+        self._journal = MemoryJournal()
+        self._leases = MemoryLeaseStore(self.clock.monotonic_s)
+        self._ids = itertools.count()
+        self._holders = itertools.count()
+        self.planner = self._planner()
         self.gateway = SimGateway(
             self.router,
             self.actuator.living,
@@ -213,56 +173,118 @@ class World:
             clock=self.clock,
             block_size=options.block_size,
         )
-        self._starts: Counter[str] = Counter()
+        self._broken: asyncio.Future[Any] = loop.create_future()
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._planning: asyncio.Task[None] | None = None
+        self._starts: Counter[tuple[object, ...]] = Counter()
         self._rows: list[dict[str, Any]] = []
+        self._swept_s = -math.inf
+        loop.set_exception_handler(lambda _loop, context: self._break(context.get("exception")))
 
-    def spawn(self, order: Order) -> SimWorker:
+    # ------------------------------------------------------------------ parts
+
+    def _planner(self) -> PlannerService:
+        return PlannerService(
+            policy=self.policy,
+            router=self.router,
+            actuator=self.actuator,
+            registry=Manifests(self.manifest),
+            journal=self._journal,
+            leadership=Leadership(
+                self._leases,
+                name=self.policy.model,
+                holder=f"planner-{next(self._holders)}",
+                ttl_s=LEADS_FOR_S,
+                now_s=self.clock.monotonic_s,
+            ),
+            clock=self.wall,
+            make_id=lambda: f"{next(self._ids):06x}",
+            brain=self.witness,
+        )
+
+    def spawn(self, order: Order, how: Begin = Begin.COLD) -> SimWorker:
         """Allocate one worker; asked by the actuator."""
         if order.worker_class not in self.classes:
             remedy = f"name its profile in WorldOptions.classes; known: {', '.join(self.classes)}"
             raise NotFound("worker class", order.worker_class, remedy)
         profile = self.classes[order.worker_class]
         takes_both = self.options.convertible and order.role is Role.DECODE
-        ordinal = self._starts[order.role]
-        self._starts[order.role] += 1
-        return SimWorker(
+        # Only cold starts count among those of their pool: they are what all policies have.
+        kind = (str(order.role),) if how is Begin.COLD else (str(order.role), str(how))
+        self._starts[kind] += 1
+        worker = SimWorker(
             order,
             site=self._site,
             profile=convertible.engine_profile(profile) if takes_both else profile,
             told=self.told[order.worker_class] if takes_both else None,
             role=Role.BOTH if takes_both else order.role,
-            ordinal=ordinal,
+            start=(*kind, self._starts[kind]),
+            account=self.ledger.open(str(order.role), profile.gpus),
+            begin=how,
             on_released=self.actuator.ended,
         )
+        worker.task.add_done_callback(self._over)
+        return worker
 
     def _told(self, profile: ClassProfile) -> ClassProfile:
         return convertible.told_profile(profile, tpot_s=self.slo.tpot_s)
 
     def _drains(self, worker_id: str) -> None:
         worker = self.actuator.living.get(worker_id)
-        if worker is not None and worker.drain_s is None:
-            worker.drain_s = self.clock.monotonic_s()
+        if worker is not None:
+            worker.told_to_drain()
+
+    def _source_died(self, worker_id: str) -> None:
+        worker = self.actuator.living.get(worker_id)
+        if worker is not None:
+            worker.crash("died while giving its weights")
+
+    def order(self, worker_id: str, role: Role) -> Order:
+        """An order of a worker that no decision asks for."""
+        pool = self.policy.prefill if role is Role.PREFILL else self.policy.decode
+        return Order(
+            worker_id=worker_id,
+            role=role,
+            model=self.policy.model,
+            worker_class=pool.worker_class,
+            manifest_digest=self.manifest.digest,
+            mode=StartMode(self.policy.start_mode),
+        )
+
+    # ------------------------------------------------------------------ running
 
     async def run(self, requests: Sequence[WorkloadRequest]) -> WorldResult:
-        """From nothing to the last record; the first request arrives when its workers are ready."""
+        """From nothing to the last record; the first request arrives when its workers are ready.
+
+        Raises:
+            Broken: an invariant does not hold. Whatever else broke inside.
+        """
+        playing = asyncio.get_running_loop().create_task(self._play(requests))
+        either: set[asyncio.Future[Any]] = {playing, self._broken}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._broken.done():
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+            self._broken.result()
+        self._broken.cancel()
+        return playing.result()
+
+    async def _play(self, requests: Sequence[WorkloadRequest]) -> WorldResult:
         async with self._services():
             began_s, began_wall_s = self.clock.monotonic_s(), self.clock.wall_s()
-            side = [asyncio.create_task(self._sampling(began_s))] if self.options.record else []
-            side += [
-                asyncio.create_task(self._crash(began_s + fault.at_s, fault.role))
-                for fault in self.options.faults
-            ]
+            self.ledger.bill(began_s, began_s + requests[-1].at_s)
+            self._beside(began_s)
             async with asyncio.TaskGroup() as group:
                 for request in requests:
                     await self.clock.sleep(began_s + request.at_s - self.clock.monotonic_s())
-                    group.create_task(self.gateway.serve(request))
-            for task in side:
-                task.cancel()
-            await asyncio.gather(*side, return_exceptions=True)
+                    group.create_task(self.gateway.serve(request)).add_done_callback(self._over)
             ended_s = self.clock.monotonic_s()
             decisions = await self._decisions()
+        records = tuple(sorted(self.gateway.records, key=lambda r: r.index))
+        invariants.each_request_ended_once(records, requests)
+        self._sweep()
         return WorldResult(
-            records=tuple(sorted(self.gateway.records, key=lambda r: r.index)),
+            records=records,
             asked=tuple(r.osl for r in sorted(requests, key=lambda r: r.index)),
             lives=tuple(self._life(w, began_s, ended_s) for w in self.actuator.everyone.values()),
             decisions=decisions,
@@ -274,33 +296,71 @@ class World:
             planner_s=tuple(self.witness.thought_s),
         )
 
-    async def _decisions(self) -> tuple[dict[str, Any], ...]:
-        if not self.options.record:
-            return ()
-        found = await self.planner.list_decisions(
-            model=self.policy.model, limit=100_000, changes_only=True
+    def _beside(self, began_s: float) -> None:
+        """Begin what goes on beside the requests."""
+        stage = Stage(
+            clock=self.clock,
+            wall=self.wall,
+            actuator=self.actuator,
+            router=self.router,
+            sources=self.sources,
+            telemetry=self.telemetry,
+            mishaps=self.mishaps,
+            restart=self._restart_planner,
+            order=self.order,
         )
-        return tuple(found)
+        script = Script(stage)
+        for event in (*self.options.faults, *self.options.directives):
+            self._start(script.play(event, began_s=began_s))
+        if self.options.record:
+            self._start(self._sampling(began_s))
 
     @contextlib.asynccontextmanager
     async def _services(self) -> AsyncIterator[None]:
         """Router, planner and the workers of the beginning; all ready inside."""
         await self.router.start()
-        tasks = [asyncio.create_task(self.router.run())]
+        self._start(self.router.run())
         try:
             if self.options.initial is None:
-                tasks.append(asyncio.create_task(self.planner.run()))
+                self._plan()
                 await self._first_pair()
             else:
                 await self._first_fleet(self.options.initial)
                 # Only now: nobody shall cancel a start before there is any demand to judge it by.
-                tasks.append(asyncio.create_task(self.planner.run()))
+                self._plan()
             yield
         finally:
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.gather(*(w.release() for w in list(self.actuator.living.values())))
+
+    def _plan(self) -> None:
+        self._planning = self._start(self.planner.run())
+
+    async def _restart_planner(self, after_s: float) -> None:
+        """The planner is gone without a word; another begins, once the lease has run out."""
+        if self._planning is not None:
+            self._planning.cancel()
+            await asyncio.gather(self._planning, return_exceptions=True)
+        await self.clock.sleep(after_s)
+        self.planner = self._planner()
+        self._plan()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something beside the rest; if it breaks, the run is over."""
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._over)
+        self._tasks.append(task)
+        return task
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(error)
+
+    def _break(self, error: BaseException | None) -> None:
+        if error is not None and not self._broken.done():
+            self._broken.set_exception(error)
 
     async def _first_pair(self) -> None:
         def roles() -> set[Role]:
@@ -312,23 +372,20 @@ class World:
             await self._await_ready(deadline_s)
 
     async def _first_fleet(self, initial: tuple[int, int]) -> None:
-        pools = ((Role.PREFILL, self.policy.prefill), (Role.DECODE, self.policy.decode))
-        workers = [
-            self.actuator.begin(
-                Order(
-                    worker_id=f"{role.value[0]}-first-{number}",
-                    role=role,
-                    model=self.policy.model,
-                    worker_class=pool.worker_class,
-                    manifest_digest=self.manifest.digest,
-                    mode=StartMode(self.policy.start_mode),
-                )
-            )
-            for (role, pool), count in zip(pools, initial, strict=True)
-            for number in range(1, count + 1)
-        ]
+        pools = zip((Role.PREFILL, Role.DECODE), initial, self.options.standbys, strict=True)
+        workers = []
+        for role, count, standbys in pools:
+            for what, how, many in (
+                ("first", Begin.COLD, count),
+                ("standby", Begin.STANDBY, standbys),
+            ):
+                for number in range(many):
+                    order = self.order(
+                        f"{role.value[0]}-{what}-{chr(97 + number % 26)}{number}", role
+                    )
+                    workers.append(self.actuator.begin(order, how))
         deadline_s = self.clock.monotonic_s() + READY_WITHIN_S
-        while any(w.ready_s is None for w in workers):
+        while any(w.ready_s is None and not w.loaded for w in workers):
             await self._await_ready(deadline_s)
 
     async def _await_ready(self, deadline_s: float) -> None:
@@ -339,12 +396,24 @@ class World:
             raise NotFound("ready pair", self.policy.model, why)
         await self.clock.sleep(POLL_S)
 
-    async def _crash(self, at_s: float, role: Role) -> None:
-        await self.clock.sleep(at_s - self.clock.monotonic_s())
-        living = self.actuator.living.values()
-        serving = [w for w in living if w.order.role is role and w.ready_s is not None]
-        if serving:
-            min(serving, key=lambda w: w.ready_s or 0.0).crash("crashed")
+    # ------------------------------------------------------------------ watching
+
+    def _ticked(self) -> None:
+        """The planner has decided; what must hold is looked at, not too often."""
+        if self.clock.monotonic_s() - self._swept_s >= SWEEP_EVERY_S:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        now_s = self._swept_s = self.clock.monotonic_s()
+        for desk in self.router.desks.values():
+            invariants.seats_are_booked_once(desk)
+        for worker_id, worker in self.actuator.living.items():
+            invariants.engine_is_sound(worker_id, worker.engine)
+        held = (
+            (w.account.gpus, w.allocated_s, now_s if w.released_s is None else w.released_s)
+            for w in self.actuator.everyone.values()
+        )
+        invariants.bill_adds_up(self.ledger.total(), held, self.ledger.window)
 
     async def _sampling(self, began_s: float) -> None:
         while True:
@@ -362,6 +431,14 @@ class World:
             actual = state.get("latency", {}).get(name, {}).get("actual", {})
             row[f"{name}.p90_s"] = actual.get("p90_s") if actual.get("count") else None
         return row
+
+    async def _decisions(self) -> tuple[dict[str, Any], ...]:
+        if not self.options.record:
+            return ()
+        found = await self.planner.list_decisions(
+            model=self.policy.model, limit=DECISIONS_MAX, changes_only=True
+        )
+        return tuple(found)
 
     def _life(self, worker: SimWorker, began_s: float, ended_s: float) -> Life:
         def since(at_s: float | None) -> float | None:
@@ -386,15 +463,19 @@ class World:
         )
 
     def _counts(self) -> dict[str, float]:
-        memory = self.witness.memory
         engines = [w.engine.model.stats() for w in self.actuator.everyone.values()]
+        booked = self.ledger.booked().items()
+        members = self.router.members.counts
         return {
             "decisions": len(self.witness.thought_s),
-            "fallbacks": memory.fallbacks,
-            "guard_overrides": sum(memory.overrides.values()),
+            "fallbacks": self.witness.fallbacks,
+            "guard_overrides": self.witness.overrides.total(),
+            "leases_expired": members["expired"],
             "orders_refused": self.actuator.refused,
             "preemptions": sum(e.preemptions_total for e in engines),
             "repairs": sum(r.repaired for r in self.gateway.records),
+            **{f"gpu_s.{pool}.{part}": seconds for (pool, part), seconds in booked},
+            **{f"sources.{name}": count for name, count in sorted(self.sources.counts.items())},
         }
 
 
