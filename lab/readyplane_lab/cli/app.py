@@ -16,6 +16,7 @@ from readyplane_lab.cli import (
     decisions,
     doctor,
     policy,
+    prove,
     replay,
     route,
     trace,
@@ -90,6 +91,7 @@ app.command("decisions", epilog=decisions.EXAMPLES)(decisions.decisions)
 app.command("explain", epilog=decisions.EXPLAIN_EXAMPLES)(decisions.explain)
 app.command("route", epilog=route.EXAMPLES)(route.route)
 app.command("replay", epilog=replay.EXAMPLES)(replay.replay)
+app.command("prove", epilog=prove.EXAMPLES)(prove.prove)
 _group(artifact.app, "artifact", "Publish, name, show and verify artifacts (models).")
 _group(policy.app, "policy", "Show and change what is wanted of a model's pools.")
 _group(trace.app, "trace", "Look into request traces.")

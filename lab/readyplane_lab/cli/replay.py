@@ -13,6 +13,7 @@ import typer
 from readyplane.core.errors import InvalidField
 from readyplane_lab.cli import output
 from readyplane_lab.cli.flags import Json, examples, switch
+from readyplane_lab.cli.versus import Versus, play_versus
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +24,9 @@ EXAMPLES = examples(
     "readyplane replay --trace azure2023_conv.csv.zst --out replay",
     "readyplane replay --conversation --rate 8 --duration 600 --seed 2 --out replay",
     "readyplane replay --trace trace.jsonl --limit 2000 --policy policy.yaml --out replay --json",
+    "readyplane replay --scenario isl-burst --out replay",
+    "readyplane replay --scenario az-conv --peak 16 --t-ready 180 --policy hpa:0.5 --out replay",
+    "readyplane replay --scenario az-code --compare readyplane,hpa,kpa:0.5 --out replay",
 )
 RATE_RPS = 5.5
 DURATION_S = 600.0
@@ -48,11 +52,30 @@ def replay(
             metavar="S", help=f"End the arrivals then (default: {DURATION_S:g}; trace: its end)."
         ),
     ] = None,
+    scenario: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A scenario of the proof instead of a trace."),
+    ] = None,
     limit: Annotated[int, typer.Option(metavar="N", help="Only the first N requests; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(metavar="N", help="Of every random draw.")] = 1,
     policy: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="YAML or JSON over the demo's policy."),
+        str | None,
+        typer.Option(
+            metavar="FILE|NAME",
+            help="YAML or JSON over the policy, or a rule of the proof as NAME[:knob=VALUE].",
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Several such rules, side by side."),
+    ] = None,
+    peak: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Scale the load so that its peak needs N workers."),
+    ] = None,
+    t_ready: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="A lone cold start takes that long (default: 60)."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -61,9 +84,11 @@ def replay(
     The same router and planner code as in production decides; engines and starts are modelled.
     Equal arguments give equal files, on any machine.
     """
-    if (trace is None) == (not conversation):
-        shown = "both" if conversation else "neither"
-        raise InvalidField("workload", shown, "give one of --trace FILE and --conversation")
+    given = [trace is not None, conversation, scenario is not None]
+    if sum(given) != 1:
+        names = ("--trace FILE", "--conversation", "--scenario NAME")
+        shown = ", ".join(n for n, here in zip(names, given, strict=True) if here) or "neither"
+        raise InvalidField("workload", shown, f"give one of {', '.join(names)}")
     if rate is not None and not conversation:
         raise InvalidField("--rate", rate, "leave it out: a trace has its own arrivals")
     if rate is not None and not (math.isfinite(rate) and rate > 0):
@@ -77,11 +102,20 @@ def replay(
     if seed < 0:
         raise InvalidField("--seed", seed, "give 0 or more")
     check_writable(out)
+    named = policy is not None and not _is_file(policy)
+    if named or any(value is not None for value in (scenario, compare, peak, t_ready)):
+        asked = Versus(scenario, policy, compare, peak, t_ready, seed)
+        workload = None
+        if scenario is None:
+            workload = _workload(trace, rate or RATE_RPS, duration, limit, seed)
+        play_versus(asked, workload, out, json=json)
+        return
+    path = None if policy is None else Path(policy)
     from readyplane.kit.clock import SystemClock
     from readyplane_lab.simulator.replay import Replay, run_replay, write_replay
     from readyplane_lab.up.demo_policy import demo_policy
 
-    wanted = demo_policy(policy)
+    wanted = demo_policy(path)
     name, requests = _workload(trace, rate or RATE_RPS, duration, limit, seed)
     clock = SystemClock()
     began_s = clock.monotonic_s()
@@ -99,6 +133,11 @@ def replay(
     show_report(output.console(), report, simulated_s=simulated_s)
     for file in files:
         print(file)
+
+
+def _is_file(policy: str) -> bool:
+    """Whether `--policy` means a file: it has the ending of one, or lies there."""
+    return policy.endswith((".yaml", ".yml", ".json")) or Path(policy).is_file()
 
 
 def check_writable(folder: Path) -> None:

@@ -48,7 +48,7 @@ class Case:
     """One input at one point. Built by `make_case`; everything about it follows from the seed.
 
     Attributes:
-        key: scenario, T_ready, peak and seed, readable. scale: how much of the load as published.
+        key: scenario, T_ready, peak and seed, readable. peak: as it came out. scale: how much of the load as published.
         startup: how starts take time here. policy: planner policy document without a tick.
     """
 
@@ -82,9 +82,12 @@ class Case:
 
 
 def make_case(
-    scenario: Scenario, *, t_ready_s: float = 60.0, peak: float = 8.0, seed: int = 1
+    scenario: Scenario, *, t_ready_s: float = 60.0, peak: float | None = 8.0, seed: int = 1
 ) -> Case:
     """The scenario with about `peak` workers (P and D together) at its busiest.
+
+    Args:
+        peak: None for the load as it is published.
 
     Raises:
         InvalidField: a trace that is not there; a load that cannot be brought to that peak.
@@ -105,10 +108,10 @@ def make_case(
         hindsight=found,
     )
     return Case(
-        key=f"{scenario.name} t_ready={t_ready_s:g} peak={peak:g} seed={seed}",
+        key=f"{scenario.name} t_ready={t_ready_s:g} peak={peak or 0:g} seed={seed}",
         scenario=scenario,
         t_ready_s=t_ready_s,
-        peak=peak,
+        peak=peak_workers(found),
         seed=seed,
         scale=scale,
         requests=requests,
@@ -139,10 +142,10 @@ def _profiles(scenario: Scenario) -> tuple[ClassProfile, ClassProfile]:
 
 
 def _scaled(
-    scenario: Scenario, both: tuple[ClassProfile, ClassProfile], peak: float, seed: int
+    scenario: Scenario, both: tuple[ClassProfile, ClassProfile], peak: float | None, seed: int
 ) -> tuple[float, Sequence[WorkloadRequest], Work, Hindsight]:
     """Bring the load to the peak: measured at one scale, corrected once (rounding is not linear)."""
-    if not (math.isfinite(peak) and peak >= 2):
+    if peak is not None and not (math.isfinite(peak) and peak >= 2):
         raise InvalidField("--peak", peak, "give at least 2 workers: one of each stage")
     scale = 1.0
     for attempt in range(SCALINGS):
@@ -151,7 +154,7 @@ def _scaled(
             raise InvalidField(f"scenario {scenario.name}", "no requests", "raise --peak")
         work, found = _demand(scenario, requests, both)
         exact = peak_workers(found)
-        if abs(exact / peak - 1) <= PEAK_TOLERANCE or attempt == SCALINGS - 1:
+        if peak is None or abs(exact / peak - 1) <= PEAK_TOLERANCE or attempt == SCALINGS - 1:
             return scale, requests, work, found
         scale *= peak / exact
     raise AssertionError("the last attempt returns")
