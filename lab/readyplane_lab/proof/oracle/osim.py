@@ -73,7 +73,7 @@ def bracket(
         return Bracket(lower_gpu_hours, None, tuple(search.tried))
     high = search.bisect(low, high, width)
     for _ in range(SECOND_LOOKS):
-        gap = search.gap_below(high, width)
+        gap = search.gap_below(high, least, width)
         if gap is None or not search.left:
             break
         if search.attains(sum(gap) / 2):
@@ -132,8 +132,12 @@ class _Search:
                 low = middle
         return high
 
-    def gap_below(self, high: float, width: float) -> tuple[float, float] | None:
-        """The nearest two margins up to `high` between which nothing was tried, if not too near."""
+    def gap_below(self, high: float, least: float, width: float) -> tuple[float, float] | None:
+        """The nearest two margins up to `high` between which nothing was tried, if not too near.
+
+        Below the lowest that was tried it is as wide as a first step.
+        """
         marks = sorted(t.alpha for t in self.tried if t.alpha <= high)
+        marks.insert(0, max(least, marks[0] - STEP))
         wide = [(a, b) for a, b in pairwise(marks) if b - a > 2 * width]
         return wide[-1] if wide else None
