@@ -427,10 +427,9 @@ def live(steps: Steps, *, coalesce_s: float | None, pace_s: float | None, kv_blo
             elif isinstance(e, Preempted | KvExpired):
                 life.told.append((type(e).__name__, e.request_id, e.at_s))
         pool = model.pool
-        assert pool.private >= 0 and all(n > 0 for n in pool.users.values())
-        assert pool.private + len(pool.users) + pool.idle <= pool.total
-        assert pool.available >= 0
-        assert set(stored) == set(pool.users) | set(pool._idle)
+        assert min(pool.private, pool.shared, pool.idle, pool.available) >= 0
+        assert pool.private + pool.shared + pool.idle <= pool.total
+        assert set(stored) == set(pool._runs.where)
 
     while True:
         due = min(todo, default=None)

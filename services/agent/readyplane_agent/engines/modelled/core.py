@@ -195,11 +195,11 @@ class EngineModel:
         """Forget idle blocks; True (and `KvCleared`) when no block is cached any more."""
         self._interrupt(now_s)
         gone = self.pool.clear()
-        if not self.pool.users:
+        if not self.pool.shared:
             self._events.append(KvCleared(now_s))
         elif gone:
             self._events.append(KvRemoved(tuple(gone), now_s))
-        return not self.pool.users
+        return not self.pool.shared
 
     # ------------------------------------------------------------------ time
 
@@ -400,7 +400,7 @@ class EngineModel:
                 if self.prefix_caching
                 else 0
             )
-            shared = list(sequence.hashes[:hits])
+            shared = sequence.hashes[:hits]
             need = -(-tokens // size) - hits
             if need + self.pool.idle_among(shared) + reserved > self.pool.available:
                 return
@@ -510,7 +510,7 @@ class EngineModel:
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.blocks, sequence.private)
-        sequence.blocks, sequence.private = [], 0
+        sequence.blocks, sequence.private = (), 0
 
     def _publish(self, sequence: Sequence, full: int, now_s: float) -> None:
         """Blocks `published … full` are complete: they join the prefix cache."""

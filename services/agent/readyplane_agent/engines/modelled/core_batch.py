@@ -61,7 +61,7 @@ class Sequence:
         self.request = request
         self.state = State.WAITING
         self.hashes = request.block_hashes + request.output_hashes
-        self.blocks: list[int] = []
+        self.blocks: tuple[int, ...] = ()
         self.private = 0
         self.published = 0
         self.remote = request.mode is RequestMode.REMOTE_PREFILL
