@@ -5,15 +5,15 @@ Owns the brain's memory, measured starts, and the record of a run: targets, seri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from math import inf
 from typing import Any
 
-from readyplane.core.startup import StartMode, StartSample
-from readyplane_lab.simulator.fluid.decode import Batch
+from readyplane.core.startup import StartMode, StartQuantiles, StartSample
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
+from readyplane_lab.simulator.fluid.floor import Floor
 from readyplane_lab.simulator.fluid.options import FluidOptions
-from readyplane_lab.simulator.fluid.recent import RecentLatency, RecentLengths
-from readyplane_lab.simulator.fluid.view import Now, Totals, View
+from readyplane_lab.simulator.fluid.view import View, outlying, stale
 from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Memory, Plan, decide
 from readyplane_planner.journal import decision_document
 from readyplane_planner.policy import Policy
@@ -30,7 +30,8 @@ class Control:
     Attributes:
         targets: (second, prefill, decode) whenever one moved. documents: of decisions that changed
             something. planner_s: CPU seconds of each tick. refused: orders not taken since the
-            last tick.
+            last tick. blind_until_s: no new answer of the router before then. outlier: factor of the
+            demand that the next look tells of.
     """
 
     def __init__(self, options: FluidOptions, policy: Policy, plan: Plan) -> None:
@@ -38,11 +39,14 @@ class Control:
         self.documents: list[dict[str, Any]] = []
         self.planner_s: list[float] = []
         self.refused: list[Refusal] = []
+        self.blind_until_s = -inf
+        self.outlier: float | None = None
         self._options = options
         self._policy = policy
         self._plan = plan
         self._brain = options.brain or decide
         self._memory = Memory()
+        self._last: Observation | None = None
         self._book = StartBook()
         self._starts: list[FluidWorker] = []
         self._view = View(plan, policy.priors)
@@ -54,42 +58,15 @@ class Control:
         """A worker has become ready; its start is known from the next tick on."""
         self._starts.append(worker)
 
-    def tick(
-        self,
-        now_s: float,
-        now: Now,
-        totals: Totals,
-        *,
-        fleet: Iterable[FluidWorker],
-        ended: list[FluidWorker],
-        batches: Mapping[str, Batch],
-        lengths: RecentLengths,
-        windows: Mapping[str, RecentLatency],
-    ) -> Decision:
+    def forget(self) -> None:
+        """Another planner begins: it knows how long starts took, and nothing else."""
+        self._memory = Memory()
+        self._view.begin()
+
+    def tick(self, now_s: float, floor: Floor) -> Decision:
         """Look and decide."""
         self._learn(now_s)
-        ended[:] = [w for w in ended if now_s - (w.released_s or 0.0) < ENDED_SHOWN_S]
-        observation = self._view.observe(
-            now_s,
-            now,
-            totals,
-            fleet=fleet,
-            ended=ended,
-            batches=batches,
-            lengths=lengths,
-            windows=windows,
-            refused=self.refused,
-            t_ready={
-                name: self._book.quantiles(
-                    ROLE_OF[name],
-                    worker_class=self._plan.pool(name).worker_class,
-                    mode=self._plan.start_mode,
-                    prior=self._policy.t_ready,
-                    now_s=now_s,
-                )
-                for name in POOLS
-            },
-        )
+        observation = self._look(now_s, floor)
         self.refused = []
         timer = self._options.timer
         began_s = 0.0 if timer is None else timer()
@@ -105,6 +82,38 @@ class Control:
         self._ticks += 1
         self._note(decision, observation, now_s)
         return decision
+
+    def _look(self, now_s: float, floor: Floor) -> Observation:
+        ended = floor.ended
+        while ended and now_s - (ended[0].released_s or 0.0) > ENDED_SHOWN_S:
+            ended.pop(0)
+        observation = self._view.observe(
+            now_s,
+            floor.now(now_s),
+            floor.rows.totals,
+            fleet=floor.fleet.values(),
+            ended=ended,
+            batches=floor.batches(),
+            lengths=floor.rows.lengths,
+            windows=floor.rows.windows,
+            refused=self.refused,
+            t_ready={name: self._quantiles(name, now_s) for name in POOLS},
+        )
+        if now_s < self.blind_until_s and self._last is not None:
+            return stale(self._last, observation, self._policy.priors)
+        self._last = observation
+        if self.outlier is not None:
+            observation, self.outlier = outlying(observation, self.outlier), None
+        return observation
+
+    def _quantiles(self, name: str, now_s: float) -> StartQuantiles:
+        return self._book.quantiles(
+            ROLE_OF[name],
+            worker_class=self._plan.pool(name).worker_class,
+            mode=self._plan.start_mode,
+            prior=self._policy.t_ready,
+            now_s=now_s,
+        )
 
     def counts(self) -> dict[str, float]:
         """What can be counted of the planner."""

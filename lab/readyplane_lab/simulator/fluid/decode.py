@@ -126,9 +126,9 @@ class Batch:
             ends.first.append((first_s, row, weight))
         self.t, self.v, self.n, self.base, self.tokens = t, v, n, base, tokens
 
-    def rows(self) -> list[tuple[int, float]]:
-        """(row, weight) of all resident sequences."""
-        return [(row, w) for _, row, w, _ in self.leaving]
+    def rows(self) -> list[int]:
+        """Of all resident sequences."""
+        return sorted(row for _, row, _, _ in self.leaving)
 
     def drop(self, row: int) -> float:
         """A client has left; returns the weight that went, 0 where the row is not here."""

@@ -10,7 +10,9 @@ from readyplane.core.startup import WeightTier
 from readyplane.core.worker import WorkerState
 from readyplane_lab.simulator.outcome import Life
 
-RENEWAL_S = 2.0
+LEASE_S = 6.0
+"""A worker that is gone without a word is counted by the router for so long."""
+RENEWAL_S = LEASE_S / 3
 """A worker hears of its drain and asks to leave when it renews its lease."""
 
 
@@ -21,7 +23,8 @@ class FluidWorker:
     Attributes:
         ordinal: of this start in its pool. drain_s, leaves_s: asked to drain; free to leave then.
         lost_until_s: crashed, and the router does not know before then.
-        free_s: when its prefill queue is worked off. jobs: (done, row, tokens, weight) of it.
+        free_s: when its prefill queue is worked off. jobs: (done, row, tokens) of it.
+        promised, computed: prompt tokens; seen_*: as of the last look.
     """
 
     worker_id: str
@@ -39,7 +42,7 @@ class FluidWorker:
     failure: str = ""
     tier: WeightTier = WeightTier.UNKNOWN
     free_s: float = 0.0
-    jobs: deque[tuple[float, int, float, float]] = field(default_factory=deque)
+    jobs: deque[tuple[float, int, float]] = field(default_factory=deque)
     promised: float = 0.0
     computed: float = 0.0
     seen_computed: float = 0.0

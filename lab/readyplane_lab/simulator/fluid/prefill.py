@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
-from math import exp, log, sqrt
+from heapq import heapify, heappush, heapreplace
+from itertools import pairwise
+from math import exp, inf, log, sqrt
 
 import numpy as np
 
@@ -20,13 +21,19 @@ from readyplane.core.profile import ClassProfile
 from readyplane_lab.simulator.fluid.arrivals import Arrivals
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
 from readyplane_lab.simulator.outcome import Floats
+from readyplane_router.pair import PairPolicy
 
 SPREAD_TAU_S = 30.0
 BUSY_MAX = 0.98
 GOLDEN = 0.6180339887498949
+PATIENCE_S, AHEAD_S = (getattr(PairPolicy(), n) for n in ("locality_patience_s", "prefill_ahead_s"))
+"""How long a request waits for a prefill worker before a decode worker lends its time, and how much
+work a prefill worker may still have when it is given more."""
 
 Book = Callable[[int, float], bool]
 """(row, second) -> whether a decode worker promised it a place."""
+Lend = Callable[[int, float], bool]
+"""(row, second) -> whether a decode worker takes its prompt."""
 Done = Callable[[int, FluidWorker | None, float], None]
 """(row, worker, end of its prefill)."""
 
@@ -79,9 +86,17 @@ class Queue:
 class Servers:
     """Every row is one request: each takes the server that is free first."""
 
-    def __init__(self, arrivals: Arrivals, service_s: list[float], since_s: list[float]) -> None:
+    def __init__(
+        self,
+        isl: list[float],
+        weight: list[float],
+        service_s: list[float],
+        since_s: list[float],
+    ) -> None:
+        del weight  # every row is one request
         self.queue = Queue()
-        self._isl = arrivals.isl.tolist()
+        self.lend: Lend | None = None
+        self._isl = isl
         self._service_s = service_s
         self._since_s = since_s
         self._free: list[tuple[float, int, FluidWorker]] = []
@@ -104,10 +119,16 @@ class Servers:
         rows, isl, service_s, since_s = queue.rows, self._isl, self._service_s, self._since_s
         earliest_s = from_s if queue.blocked else 0.0
         queue.blocked = False
-        while rows and free:
+        while rows:
             row = rows[0]
-            free_s, _, worker = free[0]
-            start_s = max(free_s, since_s[row], earliest_s)
+            free_s = free[0][0] if free else inf
+            asked_s = max(since_s[row], earliest_s)
+            start_s = max(free_s, asked_s)
+            if self.lend is not None and start_s > asked_s + PATIENCE_S + AHEAD_S:
+                lent_s = max(asked_s + PATIENCE_S, from_s)
+                if lent_s < until_s and free_s > lent_s + AHEAD_S and self.lend(row, lent_s):
+                    queue.pop(isl[row], 1.0)
+                    continue
             if start_s >= until_s:
                 return
             if not book(row, start_s):
@@ -115,22 +136,35 @@ class Servers:
                 return
             queue.pop(isl[row], 1.0)
             end_s = start_s + service_s[row]
+            worker = free[0][2]
             worker.free_s = end_s
             self._ties += 1
-            heappop(free)
-            heappush(free, (end_s, self._ties, worker))
+            heapreplace(free, (end_s, self._ties, worker))
             done(row, worker, end_s)
+
+    def delay(self, worker: FluidWorker, now_s: float, for_s: float) -> None:
+        """It stands still for a while."""
+        worker.free_s = max(worker.free_s, now_s) + for_s
+        if any(entry[2] is worker for entry in self._free):
+            self.close(worker)
+            self.join(worker, worker.free_s)
 
 
 class Stream:
     """Rows stand for many requests: the pool is one server as fast as all workers together."""
 
-    def __init__(self, arrivals: Arrivals, service_s: list[float], since_s: list[float]) -> None:
+    def __init__(
+        self,
+        isl: list[float],
+        weight: list[float],
+        service_s: list[float],
+        since_s: list[float],
+    ) -> None:
         self.queue = Queue()
-        self._isl = arrivals.isl.tolist()
-        self._weight = arrivals.weight.tolist()
-        at_s = arrivals.at_s
-        self._gap_s = np.append(np.diff(at_s), 0.0).tolist()
+        self.lend: Lend | None = None
+        self._isl = isl
+        self._weight = weight
+        self._gap_s = [*(b - a for a, b in pairwise(since_s)), 0.0]
         self._service_s = service_s
         self._since_s = since_s
         self._workers: list[FluidWorker] = []
@@ -156,14 +190,17 @@ class Stream:
         span_s = until_s - from_s
         rate = sum(min(span_s, max(0.0, until_s - w.free_s)) for w in self._workers) / span_s
         clock_s = max(self._clock_s, from_s)
-        if queue.blocked:
-            queue.blocked = False
-            clock_s = max(clock_s, from_s)
+        queue.blocked = False
         while queue.rows and rate > 0:
             row = queue.rows[0]
             weight, own_s = self._weight[row], self._service_s[row]
             if not self._open:
                 start_s = max(clock_s, since_s[row])
+                if self.lend is not None and start_s > since_s[row] + PATIENCE_S + AHEAD_S:
+                    lent_s = max(since_s[row] + PATIENCE_S, from_s)
+                    if lent_s < until_s and self.lend(row, lent_s):
+                        queue.pop(self._isl[row], weight)
+                        continue
                 if start_s >= until_s:
                     break
                 if not book(row, start_s):
@@ -185,10 +222,9 @@ class Stream:
             done(row, None, since_s[row] + wait_s + own_s)
         self._clock_s = clock_s
 
-    @property
-    def workers(self) -> list[FluidWorker]:
-        """That serve."""
-        return self._workers
+    def delay(self, worker: FluidWorker, now_s: float, for_s: float) -> None:
+        """It stands still for a while."""
+        worker.free_s = max(worker.free_s, now_s) + for_s
 
     def _learn(self, row: int, now_s: float) -> None:
         """Arriving work and its spread, over the last half minute."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
 from heapq import heappop, heappush
+from math import inf
 
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
@@ -17,6 +18,10 @@ from readyplane_lab.simulator.startup import Draws, StartUpModel
 
 BEFORE_WEIGHTS = 2
 """Segments that come before the weights: import, and finding the sources."""
+
+
+class _StartFailed(Exception):
+    """A start ends half-way."""
 
 
 class _Pause:
@@ -55,17 +60,25 @@ class Starts:
 
     Args:
         on_ready: told each worker with the second at which it serves.
+        on_failed: told each whose start has failed.
 
     Attributes:
         sources: who gives weights.
     """
 
     def __init__(
-        self, model: StartUpModel, draws: Draws, *, on_ready: Callable[[FluidWorker, float], None]
+        self,
+        model: StartUpModel,
+        draws: Draws,
+        *,
+        on_ready: Callable[[FluidWorker, float], None],
+        on_failed: Callable[[FluidWorker, float], None],
     ) -> None:
         self._model = model
         self._draws = draws
         self._on_ready = on_ready
+        self._on_failed = on_failed
+        self._spoilt: dict[str, list[bool]] = {"prefill": [], "decode": []}
         self._clock = _Pauses()
         self.sources = WeightSources(model, clock=self._clock)
         self._courses: dict[FluidWorker, Coroutine[object, None, WeightTier]] = {}
@@ -77,6 +90,15 @@ class Starts:
         worker.provisioned_s = now_s + self._seconds(worker, SegmentName.SCHEDULE)
         self._courses[worker] = self._live(worker)
         self._push(now_s, worker)
+
+    @property
+    def now_s(self) -> float:
+        """The second that is being played."""
+        return self._clock.now_s
+
+    def spoil(self, pool: str, count: int, *, hangs: bool) -> None:
+        """The next `count` starts of a pool that have their weights never come up, or fail."""
+        self._spoilt[pool] += [hangs] * count
 
     def cancel(self, worker: FluidWorker) -> None:
         """It is wanted no more; whatever it reads, others may read faster from now on."""
@@ -105,6 +127,9 @@ class Starts:
             self._clock.now_s = at_s
             try:
                 pause_s = course.send(None)
+            except _StartFailed:
+                del self._courses[worker]
+                self._on_failed(worker, at_s)
             except StopIteration as end:
                 del self._courses[worker]
                 worker.tier = end.value
@@ -120,6 +145,10 @@ class Starts:
             await self._clock.sleep(self._seconds(worker, name))
         cached = self._model.is_cached(self._draws, worker.pool, worker.ordinal)
         tier = await self.sources.fetch(cached=cached)
+        if self._spoilt[worker.pool]:
+            if self._spoilt[worker.pool].pop(0):
+                await self._clock.sleep(inf)
+            raise _StartFailed
         for name in names[BEFORE_WEIGHTS:]:
             await self._clock.sleep(self._seconds(worker, name))
         return tier

@@ -64,6 +64,11 @@ class View:
         self._last_s: float | None = None
         self._clocks: dict[str, tuple[Batch, float, float, float]] = {}
 
+    def begin(self) -> None:
+        """A planner that has just begun has no earlier sample."""
+        self._last_s = None
+        self._clocks.clear()
+
     def observe(
         self,
         now_s: float,
@@ -150,9 +155,9 @@ class View:
         """A prefill worker by its jobs."""
         jobs = worker.jobs
         while jobs and jobs[0][0] <= now_s:
-            _, _, tokens, weight = jobs.popleft()
-            worker.promised -= tokens * weight
-            worker.computed += tokens * weight
+            tokens = jobs.popleft()[2]
+            worker.promised -= tokens
+            worker.computed += tokens
         if not jobs:
             worker.promised = 0.0
         grown = worker.computed - worker.seen_computed
@@ -222,3 +227,36 @@ def _signal(value: float | None, unit: str) -> Signal:
     if value is None:
         return Signal(Kind.MISSING, None, unit, 0.0, "absent or refused")
     return Signal(Kind.IDLE if value == 0 else Kind.FRESH, value, unit)
+
+
+def stale(last: Observation, now: Observation, priors: Priors) -> Observation:
+    """What is known now without a new answer of the router: its signals are those of then, old."""
+    age_s = now.taken_s - last.taken_s
+    unknown: dict[str, Any] = {
+        name: Signal(Kind.STALE, None, signal.unit, age_s, "no new answer of the router")
+        for name, signal in last.signals().items()
+    }
+    return replace(
+        last,
+        **unknown,
+        taken_s=now.taken_s,
+        allocations=now.allocations,
+        refused=now.refused,
+        t_ready=now.t_ready,
+        fleet_known=age_s <= priors.stale_after_s,
+        dt_s=0.0,
+    )
+
+
+def outlying(observation: Observation, factor: float) -> Observation:
+    """One answer that tells of so much more demand than there was."""
+
+    def grown(signal: Signal) -> Signal:
+        return signal if signal.value is None else replace(signal, value=signal.value * factor)
+
+    return replace(
+        observation,
+        arrivals=grown(observation.arrivals),
+        prompt_work=grown(observation.prompt_work),
+        prefill_work=grown(observation.prefill_work),
+    )
