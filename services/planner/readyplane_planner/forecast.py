@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 EXPERTS = ("window", "last_30s", "ewma_60s", "ewma_180s", "ewma_600s", "holt_damped")
 TAUS_S = (60.0, 180.0, 600.0)
@@ -124,18 +125,26 @@ def update(series: Series, rate: float, *, dt_s: float, now_s: float, knobs: Kno
     cut_s = now_s - max(30.0, knobs.window_s)
     while len(recent) > 2 and recent[1][0] <= cut_s:
         recent = recent[1:]
+    ewma = _ewma(series.ewma, rate, dt_s)
+    now = _mean(recent, ewma, knobs.window_s)
+    level, trend = _holt(series, rate, dt_s)
+    waiting, due = _raised(series.pending, now, now_s=now_s, knobs=knobs)
     fresh = replace(
         series,
         begun_s=begun_s,
         updated_s=now_s,
         total=total,
+        peak=max(now, series.peak * math.exp(-dt_s / PEAK_TAU_S)),
         recent=recent,
-        ewma=_ewma(series.ewma, rate, dt_s),
+        ewma=ewma,
+        holt_level=level,
+        holt_trend=trend,
+        pending=waiting,
     )
-    fresh = _holt(fresh, rate, dt_s, first=not series.ewma)
-    now = trailing(fresh, knobs.window_s)
-    fresh = replace(fresh, peak=max(now, series.peak * math.exp(-dt_s / PEAK_TAU_S)))
-    return _judge(fresh, now, now_s=now_s, knobs=knobs)
+    warm = now_s - begun_s >= knobs.warmup_s
+    for item in due:
+        fresh = _score(fresh, item, now_s=now_s, warm=warm, knobs=knobs)
+    return fresh
 
 
 def predict(series: Series, *, horizon_s: float, knobs: Knobs) -> Forecast:
@@ -199,16 +208,17 @@ def _ewma(before: tuple[float, ...], rate: float, dt_s: float) -> tuple[float, .
     )
 
 
-def _holt(series: Series, rate: float, dt_s: float, *, first: bool) -> Series:
-    if first or dt_s <= 0:
-        return replace(series, holt_level=rate, holt_trend=0.0)
+def _holt(series: Series, rate: float, dt_s: float) -> tuple[float, float]:
+    """(level, trend a second) with the rate taken in."""
+    if not series.ewma or dt_s <= 0:
+        return rate, 0.0
     damp = math.exp(-dt_s / HOLT_DAMP_S)
     expected = series.holt_level + series.holt_trend * damp * dt_s
     level = expected + (1.0 - math.exp(-dt_s / HOLT_LEVEL_S)) * (rate - expected)
     slope = (level - series.holt_level) / dt_s
     trend = series.holt_trend * damp
     trend += (1.0 - math.exp(-dt_s / HOLT_TREND_S)) * (slope - trend)
-    return replace(series, holt_level=level, holt_trend=trend)
+    return level, trend
 
 
 def _holt_at(series: Series, horizon_s: float) -> float:
@@ -219,9 +229,14 @@ def _holt_at(series: Series, horizon_s: float) -> float:
 
 def trailing(series: Series, window_s: float) -> float:
     """Mean rate over the trailing window, or over all there is when that is shorter."""
-    points = series.recent
+    return _mean(series.recent, series.ewma, window_s)
+
+
+def _mean(
+    points: tuple[tuple[float, float], ...], ewma: tuple[float, ...], window_s: float
+) -> float:
     if len(points) < 2:
-        return series.ewma[0] if series.ewma else 0.0
+        return ewma[0] if ewma else 0.0
     end_s, end = points[-1]
     for at_s, total in reversed(points[:-1]):
         if end_s - at_s >= window_s - 1e-9:
@@ -257,7 +272,7 @@ def _margin(series: Series, horizon_s: float, knobs: Knobs) -> float:
     count = len(series.scores)
     if count == 0:
         return prior
-    ranked = sorted(series.scores)
+    ranked = _ranked(series.scores)
     miss = 1.0 - knobs.quantile if series.miss is None else series.miss
     place = min(count - 1, max(0, math.ceil((1.0 - miss) * (count + 1)) - 1))
     measured = max(0.0, ranked[place]) * math.sqrt(horizon_s)
@@ -265,27 +280,29 @@ def _margin(series: Series, horizon_s: float, knobs: Knobs) -> float:
     return weight * measured + (1.0 - weight) * max(prior, measured)
 
 
+@lru_cache(maxsize=64)
+def _ranked(scores: tuple[float, ...]) -> tuple[float, ...]:
+    """In ascending order; the same scores are asked for until another is judged."""
+    return tuple(sorted(scores))
+
+
 def _prior(horizon_s: float, knobs: Knobs) -> float:
     """The margin before anything was scored: part of it is noise, part grows with the horizon."""
     return knobs.prior_margin * (0.4 + 0.6 * math.sqrt(horizon_s / 60.0))
 
 
-def _judge(series: Series, rate: float, *, now_s: float, knobs: Knobs) -> Series:
-    """Raise the peaks of the waiting forecasts, then score those that are due."""
-    if not series.pending:
-        return series
+def _raised(
+    pending: tuple[Pending, ...], rate: float, *, now_s: float, knobs: Knobs
+) -> tuple[tuple[Pending, ...], list[Pending]]:
+    """(still waiting, due) forecasts with the rate in their peaks."""
     waiting: list[Pending] = []
     due: list[Pending] = []
-    for item in series.pending:
+    for item in pending:
         # A trailing rate tells of the horizon only once its window lies inside it.
         inside = now_s - item.made_s >= min(knobs.window_s, item.due_s - item.made_s) - 1e-9
-        seen = replace(item, peak=max(item.peak, rate)) if inside else item
+        seen = replace(item, peak=rate) if inside and rate > item.peak else item
         (due if now_s >= item.due_s - 1e-9 else waiting).append(seen)
-    series = replace(series, pending=tuple(waiting))
-    warm = series.begun_s is not None and now_s - series.begun_s >= knobs.warmup_s
-    for item in due:
-        series = _score(series, item, now_s=now_s, warm=warm, knobs=knobs)
-    return series
+    return tuple(waiting), due
 
 
 def _score(series: Series, item: Pending, *, now_s: float, warm: bool, knobs: Knobs) -> Series:

@@ -39,21 +39,18 @@ def decide(
         optimiser: proposes targets; guard judges whatever it proposes, and stands in for it when
             it fails (R23.2).
     """
-    plan, memory = judging.measured(observation, plan), _not_draining(observation, memory)
+    limits, memory = judging.measured(observation, plan), _not_draining(observation, memory)
     pools = (
         census("prefill", observation, plan, memory, now_s=now_s),
         census("decode", observation, plan, memory, now_s=now_s),
     )
-    serving = len(pools[1].ready) + len(pools[1].draining)
-    memory = demand.fold(observation, plan, memory, serving=serving, now_s=now_s)
-    model, memory = demand.needs(observation, plan, memory, now_s=now_s)
-    memory = demand.corrected(observation, plan, memory, pools, model)
+    model, memory = demand.needs(observation, plan, memory, pools, now_s=now_s)
     seen = outlook.predict(observation, plan, model, pools)
     said: list[Reason] = _facts(observation, plan, pools, memory)
     proposal, memory = _propose(observation, plan, memory, model, pools, seen, optimiser, said)
-    counts = judging.counts(observation, plan, memory, model, pools)
+    counts = judging.counts(observation, plan, memory, model, pools, seen)
     verdicts, memory = judging.judge(
-        observation, plan, memory, pools, counts, proposal, said, now_s=now_s
+        observation, plan, memory, pools, counts, limits, proposal, said, now_s=now_s
     )
     acted = acting.act(observation, plan, memory, pools, verdicts, said, decision_id, now_s=now_s)
     memory = acted.memory
@@ -68,13 +65,14 @@ def decide(
         proposal,
         observation,
         (memory.guard_p, memory.guard_d),
+        limits,
         [sum(o.pool == name for o in acted.orders) for name in POOLS],
         now_s=now_s,
     )
     memory = replace(
         memory,
-        guard_p=judging.took(0, plan, memory, acted, now_s=now_s),
-        guard_d=judging.took(1, plan, memory, acted, now_s=now_s),
+        guard_p=judging.took(0, limits[0], memory, acted, now_s=now_s),
+        guard_d=judging.took(1, limits[1], memory, acted, now_s=now_s),
         last_s=now_s,
     )
     decision = Decision(
@@ -173,10 +171,10 @@ def _propose(
             model.work_d.level,
             model.work_d.upper,
             model.lasting_d,
-            sequences=outlook.sequences(observation, model, pools),
+            sequences=seen.sequences,
         ),
-        supply_p=outlook.supply(pools[0], observation),
-        supply_d=outlook.supply(pools[1], observation),
+        supply_p=seen.supply_p,
+        supply_d=seen.supply_d,
         bounds_p=_bounds(plan, "prefill"),
         bounds_d=_bounds(plan, "decode"),
         t_ready_p_s=observation.t_ready["prefill"].p90_s,

@@ -51,24 +51,66 @@ class Needs:
     osl: float
 
 
-def fold(
-    observation: Observation, plan: Plan, memory: Memory, *, serving: int, now_s: float
-) -> Memory:
-    """Take the tick's rates into the series; an unknown rate breaks them and is never a zero.
+def needs(
+    observation: Observation, plan: Plan, memory: Memory, pools: tuple[Pool, Pool], *, now_s: float
+) -> tuple[Needs, Memory]:
+    """What is asked of both pools over the coming T_ready plus one control interval.
 
-    `serving`: D workers that decode now.
+    Takes the tick's rates into the series (an unknown rate breaks them and is never a zero),
+    forecasts, and remembers the forecasts and how fast workers were.
     """
+    knobs, t_ready = plan.knobs, observation.t_ready
+    serving = len(pools[1].ready) + len(pools[1].draining)
     averages = _averages(observation, plan, memory, serving)
     osl = mean_output(observation, averages)
     arrivals = observation.arrivals
     decode = replace(arrivals, value=None if arrivals.value is None else arrivals.value * osl)
-    return replace(
+    series_p = _fold(memory.work_p, observation.prefill_work, observation.dt_s, plan, now_s)
+    series_d = _fold(memory.work_d, decode, observation.dt_s, plan, now_s)
+    horizon_p = t_ready["prefill"].p90_s + plan.tick_s
+    horizon_d = t_ready["decode"].p90_s + plan.tick_s
+    work_p = forecast.predict(series_p, horizon_s=horizon_p, knobs=knobs)
+    work_d = forecast.predict(series_d, horizon_s=horizon_d, knobs=knobs)
+    series_p = forecast.remember(series_p, work_p, now_s=now_s, knobs=knobs)
+    series_d = forecast.remember(series_d, work_d, now_s=now_s, knobs=knobs)
+    isl, uncached = mean_lengths(observation, averages)
+    cv2 = observation.lengths.isl_cv2
+    model_p = capacity.prefill_model(
+        plan.prefill.profile,
+        isl=isl,
+        uncached=uncached,
+        cv2=cv2,
+        factor=memory.correct_p.factor,
+        overhead_s=plan.overhead_s,
+    )
+    model_d = capacity.decode_model(
+        plan.decode.profile, isl=isl, osl=osl, factor=memory.correct_d.factor
+    )
+    work_p = surged(work_p, series_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S)
+    # Answers begin after their prompts and last: D has the time to see the longer span.
+    work_d = surged(work_d, series_d, tokens=osl, cv2=0.0, spans_s=SURGE_SPANS_S[1:])
+    arriving = work_p.level * knobs.window_s / uncached
+    needs_now = Needs(
+        work_p,
+        work_d,
+        model_p,
+        model_d,
+        lasting(work_p, arriving=arriving, cv2=cv2, plan=plan),
+        lasting(work_d, arriving=arriving, cv2=0.0, plan=plan),
+        uncached,
+        osl,
+    )
+    correct_p, correct_d = _corrected(observation, plan, memory, pools, model_p)
+    memory = replace(
         memory,
-        work_p=_fold(memory.work_p, observation.prefill_work, observation.dt_s, plan, now_s),
-        work_d=_fold(memory.work_d, decode, observation.dt_s, plan, now_s),
+        work_p=series_p,
+        work_d=series_d,
         averages=averages,
+        correct_p=correct_p,
+        correct_d=correct_d,
         bad_samples=memory.bad_samples + len(observation.bad),
     )
+    return needs_now, memory
 
 
 def _averages(observation: Observation, plan: Plan, memory: Memory, serving: int) -> Averages:
@@ -124,54 +166,6 @@ def _fold(series: Series, rate: Signal, dt_s: float, plan: Plan, now_s: float) -
     return forecast.update(series, rate.get(), dt_s=dt_s, now_s=now_s, knobs=plan.knobs)
 
 
-def needs(
-    observation: Observation, plan: Plan, memory: Memory, *, now_s: float
-) -> tuple[Needs, Memory]:
-    """Forecast over the coming T_ready plus one control interval, and remember the forecasts."""
-    horizon_p = observation.t_ready["prefill"].p90_s + plan.tick_s
-    horizon_d = observation.t_ready["decode"].p90_s + plan.tick_s
-    work_p = forecast.predict(memory.work_p, horizon_s=horizon_p, knobs=plan.knobs)
-    work_d = forecast.predict(memory.work_d, horizon_s=horizon_d, knobs=plan.knobs)
-    isl, uncached = mean_lengths(observation, memory.averages)
-    osl = mean_output(observation, memory.averages)
-    model_p = capacity.prefill_model(
-        plan.prefill.profile,
-        isl=isl,
-        uncached=uncached,
-        cv2=observation.lengths.isl_cv2,
-        factor=memory.correct_p.factor,
-        overhead_s=plan.overhead_s,
-    )
-    model_d = capacity.decode_model(
-        plan.decode.profile,
-        isl=isl,
-        osl=osl,
-        factor=memory.correct_d.factor,
-    )
-    memory = replace(
-        memory,
-        work_p=forecast.remember(memory.work_p, work_p, now_s=now_s, knobs=plan.knobs),
-        work_d=forecast.remember(memory.work_d, work_d, now_s=now_s, knobs=plan.knobs),
-    )
-    cv2 = observation.lengths.isl_cv2
-    work_p = surged(work_p, memory.work_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S)
-    # Answers begin after their prompts and last: D has the time to see the longer span.
-    spans_s = SURGE_SPANS_S[1:]
-    work_d = surged(work_d, memory.work_d, tokens=osl, cv2=0.0, spans_s=spans_s)
-    arriving = work_p.level * plan.knobs.window_s / uncached
-    needs_now = Needs(
-        work_p,
-        work_d,
-        model_p,
-        model_d,
-        lasting(work_p, arriving=arriving, cv2=cv2, plan=plan),
-        lasting(work_d, arriving=arriving, cv2=0.0, plan=plan),
-        uncached,
-        osl,
-    )
-    return needs_now, memory
-
-
 def surged(
     work: Forecast, series: Series, *, tokens: float, cv2: float, spans_s: tuple[float, ...]
 ) -> Forecast:
@@ -216,21 +210,25 @@ def mean_lengths(observation: Observation, averages: Averages) -> tuple[float, f
     return max(1.0, isl), max(1.0, min(uncached, isl))
 
 
-def corrected(
-    observation: Observation, plan: Plan, memory: Memory, pools: tuple[Pool, Pool], model: Needs
-) -> Memory:
+def _corrected(
+    observation: Observation,
+    plan: Plan,
+    memory: Memory,
+    pools: tuple[Pool, Pool],
+    model_p: PrefillModel,
+) -> tuple[Correction, Correction]:
     """Learn how fast workers really are, from steady ones only.
 
     Frozen while the data is old or the pool is changing; a worker that has just become ready is
     left out, since its first batches say nothing of what it can do (B26).
     """
     dt_s = observation.dt_s
-    if dt_s <= 0 or observation.bad:
-        return memory
-    pool_p, pool_d = pools
     correct_p, correct_d = memory.correct_p, memory.correct_d
+    if dt_s <= 0 or observation.bad:
+        return correct_p, correct_d
+    pool_p, pool_d = pools
     if _steady(pool_p):
-        base = model.model_p.rate / memory.correct_p.factor
+        base = model_p.rate / memory.correct_p.factor
         correct_p = _learn(
             correct_p,
             (
@@ -256,7 +254,7 @@ def corrected(
             ),
             dt_s,
         )
-    return replace(memory, correct_p=correct_p, correct_d=correct_d)
+    return correct_p, correct_d
 
 
 def _steady(pool: Pool) -> bool:

@@ -12,22 +12,27 @@ from readyplane_planner import guard
 from readyplane_planner.decide import acting, demand, outlook, reasons
 from readyplane_planner.decide.outlook import Both
 from readyplane_planner.decide.pools import Pool
-from readyplane_planner.decide.values import POOLS, Memory, Plan, PoolPlan, Reason
-from readyplane_planner.guard import Counts, PoolMemory, Trust, Verdict
+from readyplane_planner.decide.values import POOLS, Memory, Plan, Reason
+from readyplane_planner.guard import Counts, Limits, PoolMemory, Trust, Verdict
 from readyplane_planner.optimise import Proposal
 from readyplane_planner.signals import Observation
 
 
 def counts(
-    observation: Observation, plan: Plan, memory: Memory, model: demand.Needs, pools: Both
+    observation: Observation,
+    plan: Plan,
+    memory: Memory,
+    model: demand.Needs,
+    pools: Both,
+    seen: outlook.Forecasts,
 ) -> tuple[Counts, Counts]:
     """Counts for the guard; a queue that the TTFT target has no room for is a backlog (B23)."""
     slack_s = max(0.0, plan.ttft_s - model.model_p.own_s)
     most = max(1, len(pools[0].ready)) * model.model_p.rate * slack_s * 0.5
     waiting = observation.queue.known and observation.queue.get() > most
-    sequences = outlook.sequences(observation, model, pools)
+    sequences = seen.sequences
     full = max(1, len(pools[1].ready)) * model.model_d.sequences_at(plan.tpot_s)
-    breach_p, breach_d = outlook.breaches(observation, plan, model, pools)
+    breach_p, breach_d = outlook.breaches(observation, plan, model, pools, seen)
     counts_p = pools[0].counts(backlog=waiting, breach=breach_p)
     counts_d = pools[1].counts(backlog=sequences > full > 0, breach=breach_d)
     return (
@@ -74,6 +79,7 @@ def judge(
     memory: Memory,
     pools: Both,
     counts: tuple[Counts, Counts],
+    limits: tuple[Limits, Limits],
     proposal: Proposal | None,
     said: list[Reason],
     *,
@@ -84,12 +90,11 @@ def judge(
     verdicts: list[Verdict] = []
     guards: list[PoolMemory] = []
     overrides = dict(memory.overrides)
-    for name, pool, count in zip(POOLS, pools, counts, strict=True):
-        limits = plan.pool(name).limits
+    for name, pool, count, bounds in zip(POOLS, pools, counts, limits, strict=True):
         before = memory.guard(name)
         if pool.became_ready:
             before = guard.succeeded(before)
-        before = guard.failed(before, _losses(pool, memory), limits=limits, now_s=now_s)
+        before = guard.failed(before, _losses(pool, memory), limits=bounds, now_s=now_s)
         wanted = keep = urgent = None
         if proposal is not None:
             wanted = proposal.p if name == "prefill" else proposal.d
@@ -100,7 +105,7 @@ def judge(
             keep=keep,
             counts=count,
             memory=before,
-            limits=limits,
+            limits=bounds,
             trust=trust,
             paused=plan.paused,
             urgent=urgent,
@@ -108,8 +113,7 @@ def judge(
         )
         verdicts.append(verdict)
         guards.append(after)
-    both_limits = (plan.prefill.limits, plan.decode.limits)
-    pair = guard.budgeted((verdicts[0], verdicts[1]), counts, both_limits, plan.budget_gpus)
+    pair = guard.budgeted((verdicts[0], verdicts[1]), counts, limits, plan.budget_gpus)
     for name, verdict in zip(POOLS, pair, strict=True):
         for code, text in verdict.reasons:
             said.append(Reason(code, text, name))
@@ -117,24 +121,23 @@ def judge(
     return pair, replace(memory, guard_p=guards[0], guard_d=guards[1], overrides=overrides)
 
 
-def measured(observation: Observation, plan: Plan) -> Plan:
-    """The plan with the times that follow from measured starts and drains.
+def measured(observation: Observation, plan: Plan) -> tuple[Limits, Limits]:
+    """The plan's limits with the times that follow from measured starts and drains.
 
     Letting a worker go costs a start later and a drain now, T_ready + T_drain: surplus lasts that
     long before giving up is cheaper than keeping (ski rental), and there and back again within
     twice that is a reversal.
     """
 
-    def timed(pool: PoolPlan, start_s: float, drain_s: float) -> PoolPlan:
-        cost_s, limits = start_s + drain_s, pool.limits
+    def timed(limits: Limits, cost_s: float) -> Limits:
         hold_s = cost_s if limits.hold_s is None else limits.hold_s
-        return replace(pool, limits=replace(limits, hold_s=hold_s, turn_s=2.0 * cost_s))
+        return replace(limits, hold_s=hold_s, turn_s=2.0 * cost_s)
 
     starts = observation.t_ready
-    return replace(
-        plan,
-        prefill=timed(plan.prefill, starts["prefill"].p50_s, plan.ttft_s),
-        decode=timed(plan.decode, starts["decode"].p50_s, observation.lengths.osl * plan.tpot_s),
+    drain_s = observation.lengths.osl * plan.tpot_s
+    return (
+        timed(plan.prefill.limits, starts["prefill"].p50_s + plan.ttft_s),
+        timed(plan.decode.limits, starts["decode"].p50_s + drain_s),
     )
 
 
@@ -146,8 +149,8 @@ def _losses(pool: Pool, memory: Memory) -> int:
 
 
 def took(
-    place: int, plan: Plan, memory: Memory, acted: acting.Acted, *, now_s: float
+    place: int, limits: Limits, memory: Memory, acted: acting.Acted, *, now_s: float
 ) -> PoolMemory:
     """The guard's memory of one pool after what was done."""
-    before, turn_s = memory.guard(POOLS[place]), plan.pool(POOLS[place]).limits.turn_s
-    return guard.took(before, acted.verdicts[place], turn_s=turn_s, now_s=now_s)
+    before = memory.guard(POOLS[place])
+    return guard.took(before, acted.verdicts[place], turn_s=limits.turn_s, now_s=now_s)

@@ -19,24 +19,37 @@ Both = tuple[Pool, Pool]
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """Predicted latencies and the loads they make."""
+    """Predicted latencies, the loads they make, and what they rest on.
+
+    `sequences`: that D has to hold over its T_ready.
+    """
 
     ttft: Prediction | None
     tpot: Prediction | None
     load_p: Load
     load_d: Load
+    supply_p: Supply
+    supply_d: Supply
+    sequences: float
 
 
 def predict(observation: Observation, plan: Plan, model: demand.Needs, pools: Both) -> Forecasts:
     """TTFT and TPOT that the pools are heading for, and the loads with what was measured (R3.1)."""
     ttft = tpot = None
+    supply_p, supply_d = _supply(pools[0], observation), _supply(pools[1], observation)
+    sequences = demand.sequences_ahead(
+        observation,
+        model,
+        prefill_workers=len(pools[0].ready),
+        within_s=model.work_d.horizon_s,
+    )
     if observation.queue.known and observation.prefill_work.known:
         ttft = capacity.predict_ttft(
             model.model_p,
             level=model.work_p.level,
             upper=model.lasting_p,
             backlog=observation.queue.get(),
-            supply=supply(pools[0], observation),
+            supply=supply_p,
             horizon_s=model.work_p.horizon_s,
             quantile=plan.slo_quantile,
         )
@@ -45,8 +58,8 @@ def predict(observation: Observation, plan: Plan, model: demand.Needs, pools: Bo
             model.model_d,
             level=model.work_d.level,
             upper=model.work_d.upper,
-            sequences=sequences(observation, model, pools),
-            supply=supply(pools[1], observation),
+            sequences=sequences,
+            supply=supply_d,
             horizon_s=model.work_d.horizon_s,
         )
 
@@ -64,51 +77,55 @@ def predict(observation: Observation, plan: Plan, model: demand.Needs, pools: Bo
         )
 
     return Forecasts(
-        ttft, tpot, load("ttft_actual", ttft, plan.ttft_s), load("tpot_actual", tpot, plan.tpot_s)
+        ttft,
+        tpot,
+        load("ttft_actual", ttft, plan.ttft_s),
+        load("tpot_actual", tpot, plan.tpot_s),
+        supply_p,
+        supply_d,
+        sequences,
     )
 
 
 def breaches(
-    observation: Observation, plan: Plan, model: demand.Needs, pools: Both
+    observation: Observation, plan: Plan, model: demand.Needs, pools: Both, seen: Forecasts
 ) -> tuple[bool, bool]:
     """Whether the workers that are ready now, alone, miss a target beyond the band.
 
-    At the expected demand and not at its bound, over the time that a start takes.
+    At the expected demand and not at its bound, over the time that a start takes. Where nobody is
+    on the way, that is what was predicted already.
     """
     if not (observation.queue.known and observation.decoding.known):
         return False, False
-    ttft = capacity.predict_ttft(
-        model.model_p,
-        level=model.work_p.level,
-        upper=model.work_p.level,
-        backlog=observation.queue.get(),
-        supply=Supply(len(pools[0].ready)),
-        horizon_s=model.work_p.horizon_s,
-        quantile=plan.slo_quantile,
-    )
-    tpot = capacity.predict_tpot(
-        model.model_d,
-        level=model.work_d.level,
-        upper=model.work_d.level,
-        sequences=sequences(observation, model, pools),
-        supply=Supply(len(pools[1].ready)),
-        horizon_s=model.work_d.horizon_s,
-    )
+    ready_p, ready_d = len(pools[0].ready), len(pools[1].ready)
+    if seen.ttft is not None and not pools[0].coming:
+        ttft_s = seen.ttft.low_s
+    else:
+        ttft_s = capacity.predict_ttft(
+            model.model_p,
+            level=model.work_p.level,
+            upper=model.work_p.level,
+            backlog=observation.queue.get(),
+            supply=Supply(ready_p),
+            horizon_s=model.work_p.horizon_s,
+            quantile=plan.slo_quantile,
+        ).value_s
+    if seen.tpot is not None and ready_d and not pools[1].coming:
+        tpot_s = seen.tpot.low_s
+    else:
+        tpot_s = capacity.predict_tpot(
+            model.model_d,
+            level=model.work_d.level,
+            upper=model.work_d.level,
+            sequences=seen.sequences,
+            supply=Supply(ready_d),
+            horizon_s=model.work_d.horizon_s,
+        ).value_s
     beyond = 1.0 + plan.band
-    return ttft.value_s > plan.ttft_s * beyond, tpot.value_s > plan.tpot_s * beyond
+    return ttft_s > plan.ttft_s * beyond, tpot_s > plan.tpot_s * beyond
 
 
-def sequences(observation: Observation, model: demand.Needs, pools: Both) -> float:
-    """Sequences that D has to hold over its T_ready."""
-    return demand.sequences_ahead(
-        observation,
-        model,
-        prefill_workers=len(pools[0].ready),
-        within_s=model.work_d.horizon_s,
-    )
-
-
-def supply(pool: Pool, observation: Observation) -> Supply:
+def _supply(pool: Pool, observation: Observation) -> Supply:
     """Workers that are there, and when the pending ones are expected, cautiously."""
     quantiles = observation.t_ready[pool.name]
     etas = sorted(eta_s(c.age_s, quantiles, late=True) for c in pool.coming)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from readyplane_planner.decide.values import POOLS, Plan, PoolDecision, Reason
-from readyplane_planner.guard import PoolMemory, hold_down_s
+from readyplane_planner.guard import Limits, PoolMemory, hold_down_s
 from readyplane_planner.optimise import Need, Proposal
 from readyplane_planner.signals import Observation
 
@@ -60,6 +60,7 @@ def explained(
     proposal: Proposal | None,
     observation: Observation,
     guards: Sequence[PoolMemory],
+    limits: Sequence[Limits],
     ordered: Sequence[int],
     *,
     now_s: float,
@@ -67,7 +68,8 @@ def explained(
     """All reasons of a decision in order; never empty.
 
     Args:
-        said: what the rules said. guards: before this decision. ordered: workers, by pool.
+        said: what the rules said. guards: before this decision. limits: with measured times.
+        ordered: workers. All three by pool.
     """
     first: list[Reason] = []
     for place, name in enumerate(POOLS):
@@ -80,7 +82,7 @@ def explained(
         if pool.target > pool.before:
             first.extend(teller.grows(mine))
         elif pool.target < pool.before:
-            first.extend(teller.shrinks(mine, plan, guards[place], now_s))
+            first.extend(teller.shrinks(mine, plan, guards[place], limits[place], now_s))
         elif ordered[place] and not any(r.code == "rollout" for r in mine):
             first.append(teller.replaces(ordered[place]))
     ranked = sorted(said, key=lambda r: _rank(r.code))
@@ -122,7 +124,12 @@ class _Teller:
         return [self._reason("demand", text)]
 
     def shrinks(
-        self, mine: Sequence[Reason], plan: Plan, guard: PoolMemory, now_s: float
+        self,
+        mine: Sequence[Reason],
+        plan: Plan,
+        guard: PoolMemory,
+        limits: Limits,
+        now_s: float,
     ) -> list[Reason]:
         """Why the target falls: surplus that lasted, a lower ceiling, or workers that were lost."""
         pool, need = self._pool, self._need
@@ -135,9 +142,7 @@ class _Teller:
             return [self._reason("lost", text)]
         since_s = guard.surplus_since_s
         lasted = "" if since_s is None else f" for {now_s - since_s:.1f} s"
-        limits = plan.pool(self._name).limits
-        hold_s = hold_down_s(guard, limits, now_s) if limits.hold_s is not None else None
-        asked = "" if hold_s is None else f" ({hold_s:.1f} s are asked for)"
+        asked = f" ({hold_down_s(guard, limits, now_s):.1f} s are asked for)"
         if need is None:
             return [self._reason("surplus", f"{self._short} needs {pool.keep} workers{lasted}")]
         text = (
