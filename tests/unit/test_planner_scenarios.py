@@ -398,7 +398,7 @@ async def ramp(
     wide = policy(t_ready_prior=prior, prefill={"max": 12}, decode={"max": 8})
     run = await planner(w, wide)
     if monkeypatch is not None:
-        monkeypatch.setattr("readyplane_planner.service.decide", _with(_reactive))
+        monkeypatch.setattr(run.service, "_brain", _with(_reactive))
     late_s = 0.0
     for _ in range(180):
         await run.step(1)
@@ -484,7 +484,7 @@ async def test_a_failed_optimiser_falls_back_and_is_counted(
     def breaks(_problem: object) -> Proposal:
         raise ZeroDivisionError("learned nonsense")
 
-    monkeypatch.setattr("readyplane_planner.service.decide", _with(breaks))
+    monkeypatch.setattr(run.service, "_brain", _with(breaks))
     await run.step(20)
     assert run.service._memory.fallbacks == 20
     assert run.desired[-1][1] >= before[0] and run.desired[-1][2] >= before[1]
@@ -496,7 +496,7 @@ async def test_a_wild_optimiser_stays_in_bounds(monkeypatch: pytest.MonkeyPatch)
     run = await planner(world(rps=noisy(2.0)))
     await run.step(20)
     wild = Proposal(10_000, -50, 10_000, -50)
-    monkeypatch.setattr("readyplane_planner.service.decide", _with(lambda _p: wild))
+    monkeypatch.setattr(run.service, "_brain", _with(lambda _p: wild))
     await run.step(120)
     assert all(1 <= p <= 6 and 1 <= d <= 4 for p, d in run.between(0, 140))
     assert len(run.world.members(Role.PREFILL, WorkerState.READY)) <= 6
