@@ -26,6 +26,7 @@ from readyplane_router.policy import RouterPolicy
 
 REQUEST_TIMEOUT_S = 120.0
 REPAIRS_MAX = 1
+BLOCKED_STEP_S = 0.1
 LENT_TOKENS = 512.0
 TYPICAL_ISL = 1000.0
 
@@ -79,7 +80,15 @@ class Floor:
         return gone and self._next_row >= len(self.rows.at)
 
     def step(self, from_s: float, until_s: float) -> None:
-        """Let time pass."""
+        """Let time pass; in short pieces while the queue waits for sequences to end."""
+        while self.prefill.queue.blocked and until_s - from_s > BLOCKED_STEP_S:
+            self._piece(from_s, from_s + BLOCKED_STEP_S)
+            from_s += BLOCKED_STEP_S
+        self._piece(from_s, until_s)
+        self._drained(until_s)
+        self.decode.merge()
+
+    def _piece(self, from_s: float, until_s: float) -> None:
         self.starts.advance(until_s)
         self._arrive(until_s)
         self.prefill.serve(from_s, until_s, self._booked, self._prefilled)
@@ -93,8 +102,6 @@ class Floor:
             if self.rows.last_token(row, at_s, part):
                 self._leave(row, at_s)
         self._time_out(until_s)
-        self._drained(until_s)
-        self.decode.merge()
 
     def now(self, now_s: float) -> Now:
         """What the router could tell."""

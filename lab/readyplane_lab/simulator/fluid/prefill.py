@@ -22,13 +22,16 @@ from readyplane_lab.simulator.fluid.arrivals import Arrivals
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
 from readyplane_lab.simulator.outcome import Floats
 from readyplane_router.pair import PairPolicy
+from readyplane_router.policy import RouterPolicy
 
 SPREAD_TAU_S = 30.0
 BUSY_MAX = 0.98
 GOLDEN = 0.6180339887498949
-PATIENCE_S, AHEAD_S = (getattr(PairPolicy(), n) for n in ("locality_patience_s", "prefill_ahead_s"))
+_PAIR = PairPolicy()
+PATIENCE_S, AHEAD_S = _PAIR.locality_patience_s, _PAIR.prefill_ahead_s
 """How long a request waits for a prefill worker before a decode worker lends its time, and how much
 work a prefill worker may still have when it is given more."""
+LOOK_PAST_S, LOOK_PAST_MAX = _PAIR.wait_max_s / 2, RouterPolicy().look_past_max
 
 Book = Callable[[int, float], bool]
 """(row, second) -> whether a decode worker promised it a place."""
@@ -82,9 +85,19 @@ class Queue:
             self.requests = self.tokens = 0.0
         return row
 
+    def take(self, place: int, tokens: float) -> int:
+        """One from the middle, which counts as one request."""
+        row = self.rows[place]
+        del self.rows[place]
+        self.requests -= 1.0
+        self.tokens -= tokens
+        return row
+
 
 class Servers:
-    """Every row is one request: each takes the server that is free first."""
+    """Every row is one request: each is bound to the server that is free first, as soon as that has
+    little enough work left.
+    """
 
     def __init__(
         self,
@@ -114,33 +127,47 @@ class Servers:
         heapify(self._free)
 
     def serve(self, from_s: float, until_s: float, book: Book, done: Done) -> None:
-        """Start whoever can start before `until_s`."""
+        """Bind whoever can be bound before `until_s`."""
         queue, free = self.queue, self._free
         rows, isl, service_s, since_s = queue.rows, self._isl, self._service_s, self._since_s
-        earliest_s = from_s if queue.blocked else 0.0
+        earliest_s = from_s if queue.blocked else -inf
         queue.blocked = False
         while rows:
             row = rows[0]
             free_s = free[0][0] if free else inf
             asked_s = max(since_s[row], earliest_s)
-            start_s = max(free_s, asked_s)
-            if self.lend is not None and start_s > asked_s + PATIENCE_S + AHEAD_S:
+            bound_s = max(asked_s, free_s - AHEAD_S)
+            if self.lend is not None and bound_s > asked_s + PATIENCE_S:
                 lent_s = max(asked_s + PATIENCE_S, from_s)
-                if lent_s < until_s and free_s > lent_s + AHEAD_S and self.lend(row, lent_s):
+                if lent_s < until_s and bound_s > lent_s and self.lend(row, lent_s):
                     queue.pop(isl[row], 1.0)
                     continue
-            if start_s >= until_s:
+            if bound_s >= until_s:
                 return
-            if not book(row, start_s):
+            if book(row, bound_s):
+                queue.pop(isl[row], 1.0)
+            else:
+                found = self._past(row, bound_s, until_s, book)
                 queue.blocked = True
-                return
-            queue.pop(isl[row], 1.0)
-            end_s = start_s + service_s[row]
+                if found is None:
+                    return
+                row = found
             worker = free[0][2]
-            worker.free_s = end_s
+            worker.free_s = end_s = max(bound_s, free_s) + service_s[row]
             self._ties += 1
             heapreplace(free, (end_s, self._ties, worker))
             done(row, worker, end_s)
+
+    def _past(self, head: int, at_s: float, until_s: float, book: Book) -> int | None:
+        """Somebody behind the head of the queue who needs less, while the head has patience."""
+        since_s, rows = self._since_s, self.queue.rows
+        if at_s - since_s[head] > LOOK_PAST_S:
+            return None
+        for place in range(1, min(len(rows), LOOK_PAST_MAX + 1)):
+            row = rows[place]
+            if since_s[row] < until_s and book(row, max(at_s, since_s[row])):
+                return self.queue.take(place, self._isl[row])
+        return None
 
     def delay(self, worker: FluidWorker, now_s: float, for_s: float) -> None:
         """It stands still for a while."""
