@@ -23,7 +23,7 @@ from readyplane_planner.signals import Observation
 class Fixed:
     """Wants the same all the time, or something else from a moment on."""
 
-    def __init__(self, *steps: tuple[float, int, int]) -> None:
+    def __init__(self, *steps: tuple[float, int | None, int | None]) -> None:
         self._steps = steps
         self._began_s: float | None = None
 
