@@ -19,6 +19,7 @@ itself, without transfer. `Seat` is a mutable value that the service owns; nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from readyplane.core.worker import Role
@@ -83,6 +84,8 @@ def decide(
     return why_not(ask, prefills, decodes, policy, now_s, busy=bool(busy and ends))
 
 
+TIE_S = 2e-5  # costs are compared to 10 µs: what is dearer by more than this cannot win
+
 # A prefill end: (cost, least recently used, seat, ttft part, work ahead beyond the bound)
 _P = tuple[float, int, Seat, float]
 # A decode end: (cost without transfer, least recently used, seat, KV bytes, ttft part)
@@ -101,23 +104,31 @@ def _prefill_terms(
     urgency, ahead, slow = urgency_of(ask, policy), policy.prefill_ahead_s, policy.slowdown_weight
     longest = isl + (ask.max_tokens or 1)
     known: dict[tuple[int, int], float] = {}
+    times, uncached_s = None, 0.0  # of the last seat that holds nothing of the prompt
     for seat in seats:
-        if seat.shut or longest > seat.max_model_len or seat.worker_id in avoid:
+        if seat.shut or longest > seat.max_model_len or (avoid and seat.worker_id in avoid):
             continue
         if seat.sequences + seat.other_sequences + seat.foreign_sequences >= seat.sequences_cap:
             continue
-        if isl > seat.free_blocks() * seat.block_size:
+        free = seat.kv_total_blocks - seat.kv_blocks - seat.other_blocks - seat.foreign_blocks
+        if isl > free * seat.block_size:
             continue
-        cached = cached_of.get(seat.key, 0)
-        if cached >= isl:
-            cached = isl - 1
-        which = (id(seat.times), cached)
-        own_s = known.get(which)
-        if own_s is None:
-            own_s = known[which] = seat.times.prefill_s(isl - cached, cached)
+        cached = cached_of.get(seat.key, 0) if cached_of else 0
+        if not cached:
+            if times is not seat.times:
+                times = seat.times
+                uncached_s = times.prefill_s(isl, 0)
+            own_s = uncached_s
+        else:
+            cached = min(cached, isl - 1)
+            which = (id(seat.times), cached)
+            found = known.get(which)
+            if found is None:
+                found = known[which] = seat.times.prefill_s(isl - cached, cached)
+            own_s = found
         own_s *= seat.prefill_factor
         queue_s = (
-            seat.remaining_s(now_s) if seat.works or seat.foreign_tokens else (seat.other_work_s)
+            seat.remaining_s(now_s) if seat.works or seat.foreign_tokens else seat.other_work_s
         )
         cost = urgency * (queue_s + own_s)
         if seat.decoding:
@@ -134,66 +145,84 @@ def _decode_terms(ask: Ask, seats: Sequence[Seat], policy: PairPolicy) -> list[_
     longest = isl + (ask.max_tokens or 1)
     context = isl + expected / 2.0
     bound_s = ask.slo.tpot_s * policy.tpot_admit
-    urgency = urgency_of(ask, policy)
-    own, slow = policy.decode_weight, policy.slowdown_weight
+    urgency, avoid, cached_of = urgency_of(ask, policy), ask.avoid, ask.cached_tokens
+    own, slow = policy.decode_weight * expected, policy.slowdown_weight
+    times = None  # of the last seat: those of one class follow each other
+    a = b = c = alone_s = each_s = unmoved = 0.0
     for seat in seats:
-        if seat.shut or longest > seat.max_model_len or seat.worker_id in ask.avoid:
+        if seat.shut or longest > seat.max_model_len or (avoid and seat.worker_id in avoid):
             continue
         others = seat.sequences + seat.other_sequences + seat.foreign_sequences
-        if others >= seat.sequences_cap or wanted_tokens > seat.free_blocks() * seat.block_size:
+        foreign = seat.other_blocks + seat.foreign_blocks
+        size = seat.block_size
+        if others >= seat.sequences_cap:
             continue
-        times = seat.times
-        a, b, c = times.a, times.b, times.c
-        held = seat.kv_tokens + (seat.other_blocks + seat.foreign_blocks) * seat.block_size
-        tpot_s = a + b * (others + 1) + c * (held + context)
-        if others and tpot_s > bound_s and tpot_s > 1.5 * (a + b + c * context):
+        if wanted_tokens > (seat.kv_total_blocks - seat.kv_blocks - foreign) * size:
             continue
-        first_s = a + b * (others + 1) + c * (held + isl)
+        if times is not seat.times:
+            times = seat.times
+            a, b, c = times.a, times.b, times.c
+            alone_s = 1.5 * (a + b + c * context)
+            each_s = slow * (b + c * context)
+            unmoved = float(isl * times.kv_bytes_per_token)
+        held = seat.kv_tokens + foreign * size
+        base_s = a + b * (others + 1)
+        tpot_s = base_s + c * (held + context)
+        if others and tpot_s > bound_s and tpot_s > alone_s:
+            continue
+        first_s = base_s + c * (held + isl)
         if seat.works:  # its next prefill chunk comes first
             first_s += min(seat.work_s, times.prefill_s(times.max_batch_tokens))
-        cost = (
-            urgency * first_s
-            + own * expected * tpot_s
-            + slow * (b + c * context) * others * expected
-        )
-        moved = max(0, isl - ask.cached_tokens.get(seat.key, 0)) * times.kv_bytes_per_token
-        out.append((cost, seat.last_used, seat, float(moved)))
+        cost = urgency * first_s + own * tpot_s + each_s * others * expected
+        cached = cached_of.get(seat.key, 0) if cached_of else 0
+        moved = float(max(0, isl - cached) * times.kv_bytes_per_token) if cached else unmoved
+        out.append((cost, seat.last_used, seat, moved))
     return out
 
 
 def _cheapest(
-    ask: Ask, prefills: Sequence[_P], decodes: Sequence[_D], policy: PairPolicy
+    ask: Ask,
+    prefills: Sequence[_P],
+    decodes: Sequence[_D],
+    policy: PairPolicy,
+    below: float = math.inf,
 ) -> _Pair | None:
-    """Exact argmin over all compatible pairs, ties to the least recently used."""
+    """Exact argmin over all compatible pairs, ties to the least recently used.
+
+    Only pairs that cost less than `below` need to be found.
+    """
     overall, on_node, itself = _grouped(prefills)
     urgency = urgency_of(ask, policy)
     local, network = policy.local_link, policy.network_link
     best: _Pair | None = None
+    bound = below + TIE_S
     for cost, used, seat, moved in decodes:
         sharers = seat.transfers + 1
-        ways = [(itself.get(seat.key), 0.0)]
+        ways = [(itself[seat.key], 0.0)] if itself and seat.key in itself else []
         if seat.kv.connector not in NO_CONNECTOR:
-            near = on_node.get((seat.kv_key, seat.node))
+            near = _best_of(on_node.get(seat.node), seat.kv_key)
             if near is not None and near[2] is not seat:
                 ways.append((near, urgency * local.transfer_s(moved, sharers=sharers)))
             far = overall.get(seat.kv_key)
-            if far is not None and far[2].node != seat.node:
+            if far is not None and far[2].node != seat.node and far[0] + cost <= bound:
                 ways.append((far, urgency * network.transfer_s(moved, sharers=sharers)))
         for end, way_s in ways:
-            if end is None:
+            whole = end[0] + way_s + cost
+            if whole > bound:
                 continue
-            pair = (round(end[0] + way_s + cost, 5), end[1], used, end[2], seat)
+            pair = (round(whole, 5), end[1], used, end[2], seat)
             if best is None or pair[:3] < best[:3]:
                 best = pair
+                bound = min(bound, best[0] + TIE_S)
     return best
 
 
 def _grouped(
     prefills: Sequence[_P],
-) -> tuple[dict[str, _P], dict[tuple[str, str], _P], dict[str, _P]]:
-    """The best prefill end of each KV format, the same of each node, and those that may be local."""
+) -> tuple[dict[str, _P], dict[str, list[_P]], dict[str, _P]]:
+    """The best prefill end of each KV format, those of each node, and those that may be local."""
     overall: dict[str, _P] = {}
-    on_node: dict[tuple[str, str], _P] = {}
+    on_node: dict[str, list[_P]] = {}
     itself: dict[str, _P] = {}
     for end in prefills:
         seat = end[2]
@@ -201,15 +230,20 @@ def _grouped(
             itself[seat.key] = end
         if seat.kv.connector in NO_CONNECTOR:
             continue
-        group = seat.kv_key
-        had = overall.get(group)
+        had = overall.get(seat.kv_key)
         if had is None or _before(end, had):
-            overall[group] = end
-        place = (group, seat.node)
-        had = on_node.get(place)
-        if had is None or _before(end, had):
-            on_node[place] = end
+            overall[seat.kv_key] = end
+        on_node.setdefault(seat.node, []).append(end)
     return overall, on_node, itself
+
+
+def _best_of(ends: Sequence[_P] | None, group: str) -> _P | None:
+    """The best prefill end of a KV format among those of a node."""
+    best: _P | None = None
+    for end in ends or ():
+        if end[2].kv_key == group and (best is None or _before(end, best)):
+            best = end
+    return best
 
 
 def takes(ask: Ask, seat: Seat, policy: PairPolicy) -> bool:
@@ -234,7 +268,10 @@ def _hold(
     """Wait for a busy prefill worker, if it is worth it and patience lasts."""
     if best is None or ask.waited_s >= policy.locality_patience_s:
         return None
-    wished = _cheapest(ask, busy, ends, policy)
+    below = best[0] - policy.locality_margin_s
+    if min(b[0] for b in busy) + min(e[0] for e in ends) > below + TIE_S:
+        return None
+    wished = _cheapest(ask, busy, ends, policy, below)
     if wished is None or wished[0] + policy.locality_margin_s >= best[0]:
         return None
     queue_s = next(b[3] for b in busy if b[2] is wished[3])
