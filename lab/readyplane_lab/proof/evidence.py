@@ -1,20 +1,25 @@
 """What a run shows of the planner, in the terms in which a scenario says what it expects.
 
-Owns the readings that the checks of scenarios are made of: targets, ready workers and kept
-promises within a window of the run. All times are seconds since the first arrival.
+Owns the readings that the checks of scenarios are made of: targets, starts and kept promises within
+a window of the run. All times are seconds since the first arrival.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from readyplane.core.work import Slo
+from readyplane_lab.proof.measure import reversals
 from readyplane_lab.proof.port import SLO_DEFAULT
-from readyplane_lab.simulator.outcome import RunResult
+from readyplane_lab.simulator.outcome import Life, RunResult
 
-PREFILL, DECODE = "prefill", "decode"
+PREFILL, DECODE = POOLS = ("prefill", "decode")
+NOMINAL_T_READY_S = 60.0
+"""Of the centre point. Scenarios that depend on T_ready are laid out for it."""
 
 
 def unmet(*claims: tuple[bool, str]) -> tuple[str, ...]:
@@ -22,20 +27,26 @@ def unmet(*claims: tuple[bool, str]) -> tuple[str, ...]:
     return tuple(sentence for true, sentence in claims if not true)
 
 
-def target(run: RunResult, pool: str, at_s: float) -> int:
-    """What was wanted of a pool at a moment."""
-    found = 0
-    for moved_s, *wanted in run.targets:
-        if moved_s > at_s and found:
-            break
-        found = wanted[pool == DECODE]
-    return found
+def moves(run: RunResult, pool: str) -> list[tuple[float, int]]:
+    """(seconds, wanted workers) of a pool whenever any target moved."""
+    return [(at_s, wanted[pool == DECODE]) for at_s, *wanted in run.targets]
 
 
 def targets_within(run: RunResult, pool: str, begin_s: float, end_s: float) -> Sequence[int]:
     """Everything that was wanted of a pool from `begin_s` to `end_s`, at least one value."""
-    moves = [wanted[pool == DECODE] for at_s, *wanted in run.targets if begin_s < at_s <= end_s]
-    return [target(run, pool, begin_s), *moves]
+    before = [wanted for at_s, wanted in moves(run, pool) if at_s <= begin_s]
+    after = [wanted for at_s, wanted in moves(run, pool) if begin_s < at_s <= end_s]
+    return [*before[-1:], *after] or [0]
+
+
+def mean_target(run: RunResult, pool: str, begin_s: float, end_s: float) -> float:
+    """What was wanted of a pool, on average over time."""
+    steps = [*moves(run, pool), (math.inf, 0)]
+    total = sum(
+        wanted * max(0.0, min(end_s, until_s) - max(begin_s, at_s))
+        for (at_s, wanted), (until_s, _) in pairwise(steps)
+    )
+    return total / (end_s - begin_s)
 
 
 def growth(run: RunResult, pool: str, begin_s: float, end_s: float) -> int:
@@ -44,17 +55,60 @@ def growth(run: RunResult, pool: str, begin_s: float, end_s: float) -> int:
     return max(wanted) - wanted[0]
 
 
+def shrinkage(run: RunResult, pool: str, begin_s: float, end_s: float) -> int:
+    """The most by which a pool's target fell below what it was at `begin_s`."""
+    wanted = targets_within(run, pool, begin_s, end_s)
+    return wanted[0] - min(wanted)
+
+
+def a_few(workers: int) -> int:
+    """What a fleet of that size may move for no reason: one, or a seventh of a large one."""
+    return max(1, math.ceil(workers / 7))
+
+
+def quick_turns(run: RunResult, pool: str) -> int:
+    """Reversals of a pool, as if a start took the nominal T_ready and a drain were short."""
+    return reversals(moves(run, pool), 2 * NOMINAL_T_READY_S, span_s=run.span_s)
+
+
 def attained(
-    run: RunResult, begin_s: float = 0.0, end_s: float = np.inf, *, slo: Slo = SLO_DEFAULT
+    run: RunResult, begin_s: float = 0.0, end_s: float = math.inf, *, slo: Slo = SLO_DEFAULT
 ) -> float:
     """Share of a window's arrivals for which both targets were met; 1 where nothing arrived."""
     served = run.served
-    inside = (served.at_s >= begin_s) & (served.at_s < end_s)
     met = (served.ttft_s <= slo.ttft_s) & (served.tpot_s <= slo.tpot_s)
+    return _share(run, met, begin_s, end_s)
+
+
+def answered(run: RunResult, begin_s: float = 0.0, end_s: float = math.inf) -> float:
+    """Share of a window's arrivals that got a first token; 1 where nothing arrived."""
+    return _share(run, np.isfinite(run.served.ttft_s), begin_s, end_s)
+
+
+def attains(
+    run: RunResult, share: float, begin_s: float = 0.0, end_s: float = math.inf
+) -> tuple[bool, str]:
+    """The claim that at least that share of a window's arrivals met both targets."""
+    found = attained(run, begin_s, end_s)
+    when = "" if begin_s == 0 and end_s == math.inf else f" from {begin_s:g} to {end_s:g} s"
+    return found >= share, f"{found:.1%} of the arrivals{when} met both targets, not {share:.0%}"
+
+
+def finishes(run: RunResult, share: float = 1.0) -> tuple[bool, str]:
+    """The claim that at least that share of all requests finished."""
+    ended = sum(run.outcomes.values())
+    others = {name: count for name, count in run.outcomes.items() if name != "finished"}
+    told = ", ".join(f"{count} {name}" for name, count in sorted(others.items()))
+    return sum(others.values()) <= (1 - share) * ended, f"of {ended} requests ended: {told}"
+
+
+def ordered(run: RunResult, begin_s: float = 0.0, end_s: float = math.inf) -> list[Life]:
+    """Workers that the planner ordered within a window."""
+    return [x for x in run.lives if x.decision_id and begin_s <= x.allocated_s < end_s]
+
+
+def _share(run: RunResult, those: np.ndarray, begin_s: float, end_s: float) -> float:
+    served = run.served
+    inside = (served.at_s >= begin_s) & (served.at_s < end_s)
     total = float(served.weight[inside].sum())
-    return float(served.weight[inside & met].sum()) / total if total else 1.0
-
-
-def unfinished(run: RunResult) -> int:
-    """Requests that ended in any other way than finished."""
-    return sum(count for outcome, count in run.outcomes.items() if outcome != "finished")
+    return float(served.weight[inside & those].sum()) / total if total else 1.0

@@ -233,3 +233,16 @@ def _repeated(
         head.append((seed, min(tokens, left)))
         left -= tokens
     return tuple(head)
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """A drawn workload that can be had at any scale: called with (scale, seed)."""
+
+    rate_rps: Curve
+    mix: Mix
+    span_s: float
+
+    def __call__(self, scale: float, seed: int) -> tuple[WorkloadRequest, ...]:
+        rate = product(constant(scale), self.rate_rps)
+        return drawn(rate, self.mix, span_s=self.span_s, seed=seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from readyplane_lab.proof.evidence import DECODE, PREFILL, attained, targets_within, unmet
+from readyplane_lab.proof.evidence import DECODE, PREFILL, attains, targets_within, unmet
 from readyplane_lab.proof.port import Scenario
 from readyplane_lab.simulator.outcome import RunResult
 from readyplane_lab.workload.public import public_trace
@@ -20,15 +20,14 @@ def requests(scale: float, seed: int) -> Sequence[WorkloadRequest]:
 def check(run: RunResult) -> tuple[str, ...]:
     """Attainment, and pools that do not move in step."""
     ratios = {round(p / max(1, d), 2) for _, p, d in run.targets}
-    prefill = targets_within(run, PREFILL, 0.0, run.span_s)
-    decode = targets_within(run, DECODE, 0.0, run.span_s)
+    p, d = (targets_within(run, pool, 0.0, run.span_s) for pool in (PREFILL, DECODE))
     swing = (
-        f"P went from {min(prefill)} to {max(prefill)}, D from {min(decode)} to {max(decode)}, "
+        f"P went from {min(p)} to {max(p)}, D from {min(d)} to {max(d)}, "
         "but P has the larger swing of work (peak to mean 1.9 against 1.3)"
     )
     return unmet(
-        (attained(run) >= 0.95, f"attained {attained(run):.1%} of all arrivals, 95 % expected"),
-        (max(prefill) * min(decode) > min(prefill) * max(decode), swing),
+        attains(run, 0.95),
+        (max(p) * min(d) > min(p) * max(d), swing),
         (len(ratios) > 1, "P and D were kept in one ratio, although their work is uncorrelated"),
     )
 
