@@ -13,7 +13,7 @@ from readyplane.core.startup import StartMode, StartQuantiles, StartSample
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
 from readyplane_lab.simulator.fluid.floor import Floor
 from readyplane_lab.simulator.fluid.options import FluidOptions
-from readyplane_lab.simulator.fluid.view import View, outlying, stale
+from readyplane_lab.simulator.fluid.view import View, outlying, stuck, unanswered
 from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Memory, Plan, decide
 from readyplane_planner.journal import decision_document
 from readyplane_planner.policy import Policy
@@ -30,8 +30,8 @@ class Control:
     Attributes:
         targets: (second, prefill, decode) whenever one moved. documents: of decisions that changed
             something. planner_s: CPU seconds of each tick. refused: orders not taken since the
-            last tick. blind_until_s: no new answer of the router before then. outlier: factor of the
-            demand that the next look tells of.
+            last tick. blind_until_s: no answer of the router before then; stuck_until_s: the same
+            again and again. outlier: factor of the demand that the next look tells of.
     """
 
     def __init__(self, options: FluidOptions, policy: Policy, plan: Plan) -> None:
@@ -40,6 +40,7 @@ class Control:
         self.planner_s: list[float] = []
         self.refused: list[Refusal] = []
         self.blind_until_s = -inf
+        self.stuck_until_s = -inf
         self.outlier: float | None = None
         self._options = options
         self._policy = policy
@@ -49,10 +50,14 @@ class Control:
         self._last: Observation | None = None
         self._book = StartBook()
         self._starts: list[FluidWorker] = []
-        self._view = View(plan, policy.priors)
+        self._view = View(plan, policy.priors, uptime_s=0.0)
         self._rows: list[dict[str, Any]] = []
         self._ticks = 0
         self._sampled_s = -SAMPLE_EVERY_S
+
+    def begin(self, uptime_s: float) -> None:
+        """The router has run for so long when the first request arrives."""
+        self._view = View(self._plan, self._policy.priors, uptime_s=uptime_s)
 
     def started(self, worker: FluidWorker) -> None:
         """A worker has become ready; its start is known from the next tick on."""
@@ -100,7 +105,9 @@ class Control:
             t_ready={name: self._quantiles(name, now_s) for name in POOLS},
         )
         if now_s < self.blind_until_s and self._last is not None:
-            return stale(self._last, observation, self._policy.priors)
+            return unanswered(self._last, observation, self._policy.priors)
+        if now_s < self.stuck_until_s and self._last is not None:
+            return stuck(self._last, observation)
         self._last = observation
         if self.outlier is not None:
             observation, self.outlier = outlying(observation, self.outlier), None
@@ -121,7 +128,7 @@ class Control:
         return {
             "guard_overrides": float(sum(memory.overrides.values())),
             "fallbacks": float(memory.fallbacks),
-            "ticks": float(self._ticks),
+            "decisions": float(self._ticks),
         }
 
     def series(self) -> dict[str, Sequence[Any]]:
@@ -132,7 +139,7 @@ class Control:
     def _learn(self, now_s: float) -> None:
         """Samples of the starts that have ended since the last tick."""
         for worker in self._starts:
-            if worker.ready_s is None or not worker.decision_id:
+            if worker.ready_s is None:
                 continue
             sample = StartSample(
                 worker.profile.worker_class,

@@ -221,6 +221,15 @@ class DecodePool:
         self.batches.remove(batch)
         self.closed.append(batch)
 
+    def reopen(self, worker: FluidWorker, now_s: float) -> None:
+        """It takes sequences again."""
+        batch = next((b for b in self.closed if worker in b.workers), None)
+        if batch is not None:
+            self.closed.remove(batch)
+            self.batches.append(batch)
+        elif self.batch_of(worker) is None:
+            self.join(worker, now_s)
+
     def remove(self, worker: FluidWorker) -> Batch | None:
         """It is gone; returns what it held."""
         self.close(worker)

@@ -22,7 +22,8 @@ class FluidWorker:
 
     Attributes:
         ordinal: of this start in its pool. drain_s, leaves_s: asked to drain; free to leave then.
-        lost_until_s: crashed, and the router does not know before then.
+        lost_until_s: crashed, and the router does not know before then. hidden: the
+            router does not know it now.
         free_s: when its prefill queue is worked off. jobs: (done, row, tokens) of it.
         promised, computed: prompt tokens; seen_*: as of the last look.
     """
@@ -39,6 +40,7 @@ class FluidWorker:
     leaves_s: float | None = None
     released_s: float | None = None
     lost_until_s: float | None = None
+    hidden: bool = False
     failure: str = ""
     tier: WeightTier = WeightTier.UNKNOWN
     free_s: float = 0.0
@@ -64,7 +66,7 @@ class FluidWorker:
         """Whether the router knows it: registered, and its lease has not run out."""
         if self.released_s is not None:
             return self.lost_until_s is not None and now_s < self.lost_until_s
-        return self.provisioned_s <= now_s
+        return self.provisioned_s <= now_s and not self.hidden
 
     def renewal_after(self, at_s: float) -> float:
         """Its first lease renewal at or after that second."""

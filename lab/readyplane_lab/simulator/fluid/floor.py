@@ -12,6 +12,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from readyplane.core.profile import ClassProfile
+from readyplane.core.work import Slo
 from readyplane_lab.simulator.fluid.arrivals import Arrivals
 from readyplane_lab.simulator.fluid.decode import Batch, DecodePool, Ends
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
@@ -22,6 +23,7 @@ from readyplane_lab.simulator.fluid.starts import Starts
 from readyplane_lab.simulator.fluid.view import Now
 from readyplane_lab.simulator.startup import Draws
 from readyplane_planner.decide import POOLS
+from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
 
 REQUEST_TIMEOUT_S = 120.0
@@ -33,7 +35,7 @@ TYPICAL_ISL = 1000.0
 
 class Floor:
     """Args:
-    profiles: of prefill and decode. on_ready: told each worker that has become ready.
+    profiles: of prefill and decode. slo: that the router pairs by. on_ready: told each worker that has become ready.
 
     Attributes:
         fleet: allocations that live. ended: those that do not, newest last; everyone: all.
@@ -45,9 +47,10 @@ class Floor:
         arrivals: Arrivals,
         profiles: tuple[ClassProfile, ClassProfile],
         *,
+        slo: Slo,
         on_ready: Callable[[FluidWorker], None],
     ) -> None:
-        self.router = RouterPolicy()
+        self.router = RouterPolicy(pair=PairPolicy(slo=slo))
         self.rows = Rows(arrivals, profiles[0], options.link, self.router)
         self.profiles = dict(zip(POOLS, profiles, strict=True))
         self.fleet: dict[str, FluidWorker] = {}
@@ -251,13 +254,16 @@ class Floor:
     # ------------------------------------------------------------------ workers
 
     def first_fleet(self, counts: tuple[int, int]) -> None:
-        """Workers that are ready when the first request arrives."""
-        for pool, count in zip(POOLS, counts, strict=True):
-            for _ in range(count):
-                worker = self._spawn(f"{pool[0]}-first-{self._ordinals[pool]}", pool, "", 0.0)
-                worker.allocated_s = -self.starts.alone_s(pool, worker.ordinal)
-                worker.provisioned_s = worker.allocated_s
-                self._ready(worker, 0.0)
+        """Workers that start together and are all ready when the first request arrives."""
+        first = [
+            self._spawn(f"{pool[0]}-first-{chr(97 + k % 26)}{k}", pool, "", 0.0)
+            for pool, count in zip(POOLS, counts, strict=True)
+            for k in range(count)
+        ]
+        for worker, (ready_s, tier) in zip(first, self.starts.beforehand(first), strict=True):
+            worker.tier = tier
+            worker.allocated_s = worker.provisioned_s = -self.starts.took_s
+            self._ready(worker, ready_s)
 
     def order(self, worker_id: str, pool: str, decision_id: str, now_s: float) -> None:
         """Start one."""
@@ -272,6 +278,11 @@ class Floor:
     def close(self, worker: FluidWorker) -> None:
         """Nothing new goes there."""
         (self.prefill if worker.pool == "prefill" else self.decode).close(worker)
+
+    def reopen(self, worker: FluidWorker, now_s: float) -> None:
+        """It takes new work again."""
+        if worker.serving and worker.drain_s is None:
+            (self.prefill if worker.pool == "prefill" else self.decode).reopen(worker, now_s)
 
     def remove(self, worker: FluidWorker, at_s: float, failure: str = "") -> None:
         """Its allocation ends; what it still holds is lost, or goes back into the queue."""
@@ -305,8 +316,8 @@ class Floor:
             batch.stall_s += for_s / len(batch.workers)
 
     def _spawn(self, worker_id: str, pool: str, decision_id: str, now_s: float) -> FluidWorker:
-        ordinal = self._ordinals[pool]
         self._ordinals[pool] += 1
+        ordinal = self._ordinals[pool]
         worker = FluidWorker(worker_id, pool, ordinal, self.profiles[pool], decision_id, now_s)
         self.fleet[worker_id] = worker
         self.everyone.append(worker)

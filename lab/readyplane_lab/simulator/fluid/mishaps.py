@@ -18,9 +18,16 @@ from readyplane_lab.simulator.fluid.fleet import LEASE_S, FluidWorker
 from readyplane_lab.simulator.fluid.floor import Floor
 from readyplane_planner.decide import ROLE_OF
 
+LEADS_FOR_S = 10.0
+"""A planner's lease: another begins to act when it has run out."""
+
 
 class Mishaps:
-    """Faults that come due while a run goes on."""
+    """Faults that come due while a run goes on.
+
+    Attributes:
+        refused: orders that were not taken.
+    """
 
     def __init__(self, faults: Sequence[Any], floor: Floor, control: Control) -> None:
         self._floor = floor
@@ -32,6 +39,7 @@ class Mishaps:
         self._away_until_s = -inf
         floor.starts.sources.on_death = self._source_died
         self._now_s = 0.0
+        self.refused = 0
 
     @property
     def next_s(self) -> float:
@@ -53,6 +61,7 @@ class Mishaps:
         for until_s, role, left in self._quotas:
             if now_s < until_s and (role is None or role is ROLE_OF[pool]):
                 if left[0] <= 0:
+                    self.refused += 1
                     return "the quota is used up"
                 left[0] -= 1
         return ""
@@ -96,12 +105,14 @@ class Mishaps:
 
     def _to_planner(self, fault: Any, now_s: float) -> None:
         match fault:
-            case kinds.SignalsStale() | kinds.SignalsMissing():
+            case kinds.SignalsStale():
+                self._control.stuck_until_s = now_s + fault.for_s
+            case kinds.SignalsMissing():
                 self._control.blind_until_s = now_s + fault.for_s
             case kinds.SignalOutlier():
                 self._control.outlier = fault.factor
             case kinds.PlannerRestart():
-                self._away_until_s = now_s + fault.for_s
+                self._away_until_s = now_s + max(LEADS_FOR_S, fault.for_s)
                 self._control.forget()
 
     def _oldest(self, role: Role, count: int) -> list[FluidWorker]:
@@ -109,7 +120,7 @@ class Mishaps:
         serving = [
             w
             for w in self._floor.fleet.values()
-            if ROLE_OF[w.pool] is role and w.ready_s is not None
+            if ROLE_OF[w.pool] is role and w.ready_s is not None and w.drain_s is None
         ]
         return sorted(serving, key=lambda w: (w.ready_s or 0.0, w.worker_id))[:count]
 
@@ -119,12 +130,21 @@ class Mishaps:
             self._floor.remove(worker, now_s, why)
 
     def _partition(self, worker: FluidWorker, now_s: float, for_s: float) -> None:
-        """Its lease lapses; when it hears of that, it ends itself."""
-        if for_s > LEASE_S:
-            self._ties += 1
-            lapse = (now_s + LEASE_S, self._ties, lambda: self._floor.close(worker))
-            heappush(self._due, lapse)
-            self._later(now_s + for_s, worker, "its lease lapsed")
+        """Its lease lapses, and it serves on what it has until it is let in again."""
+        if for_s <= LEASE_S:
+            return
+
+        def lapse() -> None:
+            worker.hidden = True
+            self._floor.close(worker)
+
+        def rejoin() -> None:
+            worker.hidden = False
+            self._floor.reopen(worker, self._now_s)
+
+        self._ties += 2
+        heappush(self._due, (now_s + LEASE_S, self._ties - 1, lapse))
+        heappush(self._due, (now_s + for_s, self._ties, rejoin))
 
     def _later(self, at_s: float, worker: FluidWorker, why: str) -> None:
         self._ties += 1

@@ -121,6 +121,11 @@ class Servers:
         self._ties += 1
         heappush(self._free, (worker.free_s, self._ties, worker))
 
+    def reopen(self, worker: FluidWorker, now_s: float) -> None:
+        """It takes new work again."""
+        self.close(worker)
+        self.join(worker, now_s)
+
     def close(self, worker: FluidWorker) -> None:
         """It takes nothing new."""
         self._free = [entry for entry in self._free if entry[2] is not worker]
@@ -206,6 +211,11 @@ class Stream:
         """A worker is ready."""
         worker.free_s = now_s
         self._workers.append(worker)
+
+    def reopen(self, worker: FluidWorker, now_s: float) -> None:
+        """It takes new work again."""
+        self.close(worker)
+        self.join(worker, now_s)
 
     def close(self, worker: FluidWorker) -> None:
         """It takes nothing new."""

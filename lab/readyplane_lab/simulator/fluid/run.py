@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from readyplane.core.work import Slo
 from readyplane_lab.simulator.fluid.arrivals import Arrivals, arrivals_of
 from readyplane_lab.simulator.fluid.control import Control
 from readyplane_lab.simulator.fluid.floor import Floor
@@ -37,8 +38,10 @@ def run_fluid(options: FluidOptions, requests: Sequence[WorkloadRequest] | Arriv
         requests = arrivals_of(requests, block_size=options.block_size, cache_tokens=cache_tokens)
     plan = make_plan(policy, version=1, manifest_digest=DIGEST, profiles=profiles)
     control = Control(options, policy, plan)
-    floor = Floor(options, requests, profiles, on_ready=control.started)
+    slo = Slo(policy.slo.ttft_s, policy.slo.tpot_s)
+    floor = Floor(options, requests, profiles, slo=slo, on_ready=control.started)
     floor.first_fleet(initial)
+    control.begin(floor.starts.took_s)
     mishaps = Mishaps(options.faults, floor, control)
     end_s = _play(options, policy, floor, control, mishaps)
     return RunResult(
@@ -49,7 +52,11 @@ def run_fluid(options: FluidOptions, requests: Sequence[WorkloadRequest] | Arriv
         targets=tuple(control.targets),
         series=control.series(),
         decisions=tuple(control.documents),
-        counts={**control.counts(), "repairs": float(floor.repairs)},
+        counts={
+            **control.counts(),
+            "orders_refused": float(mishaps.refused),
+            "repairs": float(floor.repairs),
+        },
         planner_s=tuple(control.planner_s),
     )
 

@@ -7,7 +7,7 @@ that this module lets pass, so that readers contend for the store and for peers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from heapq import heappop, heappush
 from math import inf
 
@@ -63,7 +63,7 @@ class Starts:
         on_failed: told each whose start has failed.
 
     Attributes:
-        sources: who gives weights.
+        sources: who gives weights. took_s: the longest of the starts before the run.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Starts:
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._spoilt: dict[str, list[bool]] = {"prefill": [], "decode": []}
+        self.took_s = 0.0
         self._clock = _Pauses()
         self.sources = WeightSources(model, clock=self._clock)
         self._courses: dict[FluidWorker, Coroutine[object, None, WeightTier]] = {}
@@ -111,11 +112,23 @@ class Starts:
         for worker in list(self._courses):
             self.cancel(worker)
 
-    def alone_s(self, pool: str, ordinal: int) -> float:
-        """A lone cold start of that draw, for workers that were there before the run."""
-        names = (SegmentName.SCHEDULE, *self._model.segments)
-        seconds = sum(self._model.seconds(n, self._draws, pool, ordinal) for n in names)
-        return seconds + self._model.weight_bytes / self._model.store_bytes_per_s
+    def beforehand(self, workers: Sequence[FluidWorker]) -> list[tuple[float, WeightTier]]:
+        """Starts that began together, the last of which ends at 0: when each was ready, and how.
+
+        `took_s` is how long the last one took.
+        """
+        ready: dict[FluidWorker, float] = {}
+
+        def note(worker: FluidWorker, at_s: float) -> None:
+            ready[worker] = at_s
+            course.sources.add_peer(worker.worker_id)
+
+        course = Starts(self._model, self._draws, on_ready=note, on_failed=note)
+        for worker in workers:
+            course.begin(worker, 0.0)
+        course.advance(inf)
+        self.took_s = max(ready.values(), default=0.0)
+        return [(ready[worker] - self.took_s, worker.tier) for worker in workers]
 
     def advance(self, until_s: float) -> None:
         """Play everything up to and with that second, in order."""

@@ -55,11 +55,16 @@ class Now:
 
 
 class View:
-    """Makes Observations, one a tick."""
+    """Makes Observations, one a tick.
 
-    def __init__(self, plan: Plan, priors: Priors) -> None:
+    Args:
+        uptime_s: of the router when the first request arrives.
+    """
+
+    def __init__(self, plan: Plan, priors: Priors, *, uptime_s: float) -> None:
         self._plan = plan
         self._priors = priors
+        self._uptime_s = uptime_s
         self._before = Totals()
         self._last_s: float | None = None
         self._clocks: dict[str, tuple[Batch, float, float, float]] = {}
@@ -96,9 +101,13 @@ class View:
         serving = sum(1 for w in fleet if w.pool == "decode" and w.serving)
         made = sum(told) / len(told) * serving if told else None
 
+        warming = "" if dt_s > 0 else "one sample makes no rate"
+        if now_s + self._uptime_s < self._priors.warm_s:
+            warming = "the router has just begun"
+
         def rate(name: str, unit: str) -> Signal:
-            if dt_s <= 0:
-                return Signal(Kind.WARMING, None, unit, 0.0, "one sample makes no rate")
+            if warming:
+                return Signal(Kind.WARMING, None, unit, 0.0, warming)
             return _signal((getattr(totals, name) - getattr(before, name)) / dt_s, unit)
 
         return Observation(
@@ -120,7 +129,7 @@ class View:
             allocations=tuple(self._allocation(w, now_s) for w in (*ended, *fleet)),
             refused=tuple(refused),
             t_ready=t_ready,
-            dt_s=dt_s,
+            dt_s=0.0 if warming else dt_s,
         )
 
     def _worker(
@@ -229,8 +238,8 @@ def _signal(value: float | None, unit: str) -> Signal:
     return Signal(Kind.IDLE if value == 0 else Kind.FRESH, value, unit)
 
 
-def stale(last: Observation, now: Observation, priors: Priors) -> Observation:
-    """What is known now without a new answer of the router: its signals are those of then, old."""
+def unanswered(last: Observation, now: Observation, priors: Priors) -> Observation:
+    """What is known without a new answer of the router: nothing but how old its signals are."""
     age_s = now.taken_s - last.taken_s
     unknown: dict[str, Any] = {
         name: Signal(Kind.STALE, None, signal.unit, age_s, "no new answer of the router")
@@ -248,6 +257,26 @@ def stale(last: Observation, now: Observation, priors: Priors) -> Observation:
     )
 
 
+def stuck(last: Observation, now: Observation) -> Observation:
+    """What is known while the router gives the same answer again: nothing seems to happen."""
+
+    def still(signal: Signal) -> Signal:
+        return Signal(Kind.IDLE, 0.0, signal.unit)
+
+    return replace(
+        last,
+        taken_s=now.taken_s,
+        arrivals=still(last.arrivals),
+        prompt_work=still(last.prompt_work),
+        prefill_work=still(last.prefill_work),
+        finished=still(last.finished),
+        allocations=now.allocations,
+        refused=now.refused,
+        t_ready=now.t_ready,
+        dt_s=now.dt_s,
+    )
+
+
 def outlying(observation: Observation, factor: float) -> Observation:
     """One answer that tells of so much more demand than there was."""
 
@@ -259,4 +288,5 @@ def outlying(observation: Observation, factor: float) -> Observation:
         arrivals=grown(observation.arrivals),
         prompt_work=grown(observation.prompt_work),
         prefill_work=grown(observation.prefill_work),
+        queue=grown(observation.queue),
     )
