@@ -89,10 +89,14 @@ def test_growth_is_prompt_a_lull_shrinks_nothing_and_missing_rates_hold() -> Non
     for i in range(30):
         assert tick(2.0 * i, 28_000.0) == 3
     assert tick(60.0, 280_000.0) == 9  # ten seconds' mean: (4 x 28 + 280) / 5 = 78.4 k, 8.14
-    for i in range(31, 36):
-        tick(2.0 * i, 0.0)
-    assert tick(72.0, 0.0) == 4  # the minute still says (23 x 28 + 280) / 30 = 30.8 k
-    assert tick(74.0, None) == 4
+    for i in range(31, 64):
+        # The last ten seconds that hold the 280 k end at 68 s, and are remembered for a minute.
+        wanted = tick(2.0 * i, 28_000.0)
+        assert wanted == (9 if 2.0 * i < 128.0 else 3), i
+    for i in range(64, 70):
+        tick(2.0 * i, 28_000.0)
+    for i in range(70, 90):
+        assert tick(2.0 * i, None) == 3
 
 
 def test_decoders_are_convertible() -> None:

@@ -104,7 +104,7 @@ CONTENDER = Contender(
     title="NVIDIA Dynamo's older SLA planner: throughput over profiled rates, with corrections.",
     source="ai-dynamo/dynamo 002a7c31, 0ff50012 (about 0.9 and before), planner_core.py",
     knob="multiple of the predicted requests",
-    values=(0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5),
+    values=(1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 4.0),
     default=1.0,
     make=make,
 )

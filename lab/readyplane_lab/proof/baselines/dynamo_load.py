@@ -24,7 +24,7 @@ CONTENDER = Contender(
     title="NVIDIA Dynamo's SLA planner, load mode: one worker at a time by estimated latency.",
     source=dynamo.SOURCE,
     knob="configured SLA, as a share of the slack up to the SLO",
-    values=(1.2, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1),
+    values=(1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02),
     default=1.0,
     make=make,
 )

@@ -23,7 +23,7 @@ CONTENDER = Contender(
     title="NVIDIA Dynamo's SLA planner, throughput mode: the last 180 s will come again.",
     source=dynamo.SOURCE,
     knob="multiple of the predicted requests",
-    values=(0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5),
+    values=(1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 4.0),
     default=1.0,
     make=make,
 )

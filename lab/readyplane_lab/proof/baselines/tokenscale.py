@@ -8,15 +8,16 @@ token arrival rate / velocity: `P = ceil(prompt tokens/s / min(V_P, V_N))`,
 take prefill work in restricted chunks while new P workers start; here every decoder may.
 
 Prompt tokens are those that no cache held, and outputs are the recent mean times arrivals (the
-paper predicts the output length of each request into classes). The paper states no window for the
-rate: the larger of the last 10 s and the last 60 s is taken, so that growth is prompt and a short
-lull shrinks nothing. The knob multiplies the rates; published is 1. Without rates nothing changes.
+paper predicts the output length of each request into classes). What is known of the paper states
+neither a window for the rate nor when to shrink: here the rate is that of the last 10 s, and a pool
+shrinks to the largest want of the last 60 s, so that growth is prompt and a lull shrinks nothing.
+The knob multiplies the rates; published is 1. Without rates nothing changes.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from readyplane_lab.proof.baselines.parts.brain import RuleBrain, bounded, held
 from readyplane_lab.proof.baselines.parts.facts import Facts
@@ -24,17 +25,22 @@ from readyplane_lab.proof.port import Contender, Fielded, Setting
 from readyplane_planner.decide.follow import Targets
 
 TICK_S = 2.0
-SHORT_S = 10.0
-LONG_S = 60.0
+RATE_S = 10.0
+KEEP_S = 60.0
 LINK_BYTES_PER_S = 50e9
 """400 Gbit/s between a prefill and a decode worker, as the simulated links."""
 
 
 @dataclass(frozen=True, slots=True)
 class VelocityState:
-    """Samples (seconds, prompt tokens/s, requests/s) of a minute and the last targets."""
+    """What still counts, and the last targets.
 
-    samples: tuple[tuple[float, float, float], ...] = ()
+    Attributes:
+        rates: (seconds, prompt tokens/s, requests/s). wants: (seconds, P, D).
+    """
+
+    rates: tuple[tuple[float, float, float], ...] = ()
+    wants: tuple[tuple[float, int, int], ...] = ()
     prefill: int | None = None
     decode: int | None = None
 
@@ -48,17 +54,24 @@ class Velocity:
 
     def step(self, facts: Facts, state: VelocityState) -> tuple[Targets, VelocityState]:
         """One tick of 2 s."""
-        samples = tuple(s for s in state.samples if s[0] > facts.now_s - LONG_S + 1e-6)
-        prefill = held(state.prefill, facts.prefill.live)
-        decode = held(state.decode, facts.decode.live)
-        if facts.uncached is not None and facts.arrivals is not None:
-            samples = (*samples, (facts.now_s, facts.uncached, facts.arrivals))
-            short = [s for s in samples if s[0] > facts.now_s - SHORT_S + 1e-6]
-            tokens = max(_mean(short, 1), _mean(samples, 1))
-            requests = max(_mean(short, 2), _mean(samples, 2))
-            prefill = self.prefillers(tokens, new=facts.new, isl=facts.isl)
-            decode = self.decoders(requests, isl=facts.isl, osl=facts.osl)
-        return Targets(prefill, decode, "token velocity"), VelocityState(samples, prefill, decode)
+        now_s = facts.now_s
+        if facts.uncached is None or facts.arrivals is None:
+            prefill = held(state.prefill, facts.prefill.live)
+            decode = held(state.decode, facts.decode.live)
+            state = replace(state, prefill=prefill, decode=decode)
+            return Targets(prefill, decode, "rates are not known"), state
+        rates = tuple(r for r in state.rates if r[0] > now_s - RATE_S + 1e-6)
+        rates = (*rates, (now_s, facts.uncached, facts.arrivals))
+        tokens, requests = (sum(r[of] for r in rates) / len(rates) for of in (1, 2))
+        want_p = self.prefillers(tokens, new=facts.new, isl=facts.isl)
+        want_d = self.decoders(requests, isl=facts.isl, osl=facts.osl)
+        wants = state.wants or ((now_s, facts.prefill.live, facts.decode.live),)
+        wants = tuple(w for w in wants if w[0] > now_s - KEEP_S + 1e-6)
+        wants = (*wants, (now_s, want_p, want_d))
+        prefill, decode = max(p for _at, p, _d in wants), max(d for _at, _p, d in wants)
+        return Targets(prefill, decode, "token velocity"), VelocityState(
+            rates, wants, prefill, decode
+        )
 
     def prefillers(self, tokens: float, *, new: float, isl: float) -> int:
         """P workers for `tokens` uncached prompt tokens/s; the KV of whole prompts is sent."""
@@ -80,12 +93,6 @@ class Velocity:
         tpot_s = self.setting.slo.tpot_s
         batch = max(1.0, profile.decode_sequences(tpot_s=tpot_s, context=context))
         return batch * (isl + osl) / (osl * profile.iteration_s(batch, batch * context))
-
-
-def _mean(
-    samples: tuple[tuple[float, float, float], ...] | list[tuple[float, float, float]], of: int
-) -> float:
-    return sum(s[of] for s in samples) / len(samples) if samples else 0.0
 
 
 def make(margin: float, setting: Setting) -> Fielded:
