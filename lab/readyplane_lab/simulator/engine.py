@@ -93,6 +93,16 @@ class SimEngine:
         self._busy_since_s: float | None = None
         self._stalled_s: float | None = None
         self._lag_s = 0.0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            KvStored: self._stored,
+            KvRemoved: self._removed,
+            KvCleared: self._cleared,
+            TokensEmitted: self._emitted,
+            KvWanted: self._wanted,
+            PrefillDone: self._prefilled,
+            Finished: self._ended,
+            KvExpired: self._expired,
+        }
 
     def submit(self, request: EngineRequest) -> Leg:
         """Queue a request.
@@ -212,7 +222,9 @@ class SimEngine:
         model = self.model
         while True:
             for event in model.advance(now_s):
-                self._handle(event)
+                told = self._handlers.get(type(event))
+                if told is not None:
+                    told(event)
             due_s = model.next_event_s()
             if due_s is None or due_s > now_s:
                 break
@@ -233,36 +245,47 @@ class SimEngine:
         due_s, self._timer, self._timer_at = self._timer_at, None, float("inf")
         self._pump(due_s)
 
-    def _handle(self, event: object) -> None:
-        match event:
-            case KvStored(block_hashes=hashes):
-                self._note(KvEvent("stored", hashes))
-            case KvRemoved(block_hashes=hashes):
-                self._note(KvEvent("removed", hashes))
-            case KvCleared():
-                self._note(KvEvent("cleared"))
-            case TokensEmitted(request_id=request_id, at_s=at_s):
-                _set(self._legs, request_id, "first_token", at_s + self._lag_s)
-            case KvWanted(request_id=request_id):
-                _set(self._legs, request_id, "kv_wanted", event)
-            case PrefillDone(request_id=request_id, cached_tokens=cached):
-                if (leg := self._legs.get(request_id)) is not None:
-                    leg.cached_tokens = cached
-                    self.tally.prompt += leg.request.prompt_tokens
-                    self.tally.cached += cached
-            case Finished():
-                self._ended(event)
-            case KvExpired():
-                self._tell_idle()
+    def _stored(self, event: KvStored) -> None:
+        self._note(KvEvent("stored", event.block_hashes))
+
+    def _removed(self, event: KvRemoved) -> None:
+        self._note(KvEvent("removed", event.block_hashes))
+
+    def _cleared(self, event: KvCleared) -> None:
+        del event
+        self._note(KvEvent("cleared"))
+
+    def _emitted(self, event: TokensEmitted) -> None:
+        leg = self._legs.get(event.request_id)
+        if leg is not None and not leg.first_token.done():
+            leg.first_token.set_result(event.at_s + self._lag_s)
+
+    def _wanted(self, event: KvWanted) -> None:
+        leg = self._legs.get(event.request_id)
+        if leg is not None and not leg.kv_wanted.done():
+            leg.kv_wanted.set_result(event)
+
+    def _prefilled(self, event: PrefillDone) -> None:
+        leg = self._legs.get(event.request_id)
+        if leg is not None:
+            leg.cached_tokens = event.cached_tokens
+            self.tally.prompt += leg.request.prompt_tokens
+            self.tally.cached += event.cached_tokens
+
+    def _expired(self, event: KvExpired) -> None:
+        del event
+        self._tell_idle()
 
     def _ended(self, event: Finished) -> None:
         self.tally.output += event.output_tokens
         if self._lag_s:
             event = replace(event, at_s=event.at_s + self._lag_s)
-        _set(self._legs, event.request_id, "finished", event)
         leg = self._legs.pop(event.request_id, None)
-        if leg is not None and event.reason in ("abort", "error"):
-            _fail(event.reason, leg.first_token, leg.kv_wanted)
+        if leg is not None:
+            if not leg.finished.done():
+                leg.finished.set_result(event)
+            if event.reason in ("abort", "error"):
+                _fail(event.reason, leg.first_token, leg.kv_wanted)
         self._tell_idle()
 
     def _note(self, event: KvEvent) -> None:
@@ -281,15 +304,6 @@ class SimEngine:
             for future in waiting:
                 if not future.done():
                     future.set_result(None)
-
-
-def _set(legs: dict[str, Leg], request_id: str, name: str, value: object) -> None:
-    leg = legs.get(request_id)
-    if leg is None:
-        return
-    future: asyncio.Future[object] = getattr(leg, name)
-    if not future.done():
-        future.set_result(value)
 
 
 def _fail(why: str, *futures: asyncio.Future[Any]) -> None:

@@ -24,7 +24,7 @@ from collections import deque
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.profile import ClassProfile
-from readyplane_agent.engines.modelled.core_batch import DecodeBatch, Sequence, Span, State
+from readyplane_agent.engines.modelled.core_batch import DecodeBatch, Sequence, Span, State, check
 from readyplane_agent.engines.modelled.core_blocks import BlockPool
 from readyplane_agent.engines.modelled.core_events import (
     EngineEvent,
@@ -123,7 +123,9 @@ class EngineModel:
             InvalidField: an id that is in use, a length below 1, hashes that do not cover the
                 prompt's full blocks, or more KV than the whole pool.
         """
-        self._check(request)
+        if request.request_id in self._all:
+            raise InvalidField("request_id", request.request_id, "use an id that is not in use")
+        check(request, block_size=self.block_size, kv_blocks=self.pool.total)
         self._interrupt(now_s)
         sequence = Sequence(request, now_s)
         self._all[request.request_id] = sequence
@@ -207,10 +209,15 @@ class EngineModel:
         """When `advance` next has something to tell, None while nothing can happen by itself."""
         if self._events:
             return self._t
-        boundary = self._next_boundary()
-        if self._events:
-            return self._t
-        when = min(boundary, self._next_expiry())
+        span = self._span
+        if span is not None and span.target:
+            when = span.target_s
+        else:
+            when = self._next_boundary()
+            if self._events:
+                return self._t
+        if self._expiries:
+            when = min(when, self._next_expiry())
         return None if when == _NEVER else when
 
     def advance(self, now_s: float) -> list[EngineEvent]:
@@ -250,8 +257,12 @@ class EngineModel:
 
     def _run(self, now_s: float) -> None:
         while True:
-            boundary = self._next_boundary()
-            expiry = self._next_expiry()
+            span = self._span
+            if span is not None and span.target:
+                boundary = span.target_s
+            else:
+                boundary = self._next_boundary()
+            expiry = self._next_expiry() if self._expiries else _NEVER
             if expiry <= now_s and expiry <= boundary:
                 self._expire(expiry)
             elif boundary <= now_s:
@@ -297,7 +308,9 @@ class EngineModel:
     def _progress(self, now_s: float) -> None:
         """Count the iterations that have ended, where none of them needs a decision."""
         span = self._span
-        if span is not None and self._batch.members and span.most > span.done + 1:
+        if span is None or span.most <= span.done + 1 or span.end(span.done + 1) > now_s:
+            return
+        if self._batch.members:
             k = span.reached(now_s, span.most)
             if span.done < k < span.most:
                 self._complete(span, k, span.end(k))
@@ -305,12 +318,15 @@ class EngineModel:
     def _complete(self, span: Span, k: int, now_s: float) -> None:
         """Account for iterations `done + 1 … k`: tokens, KV tokens, blocks."""
         count = k - span.done
-        sequences = len(self._batch.members)
+        batch = self._batch
+        sequences = len(batch.members)
         if sequences:
-            self.pool.take(self._batch.blocks_for(count))
-            self._told_evictions(now_s)
+            blocks = batch.blocks_for(count)
+            if blocks:
+                self.pool.take(blocks)
+                self._told_evictions(now_s)
             self._generated_total += sequences * count
-        self._batch.step(count)
+        batch.step(count)
         span.done = k
 
     def _at_boundary(self, now_s: float) -> None:
@@ -318,9 +334,10 @@ class EngineModel:
         assert span is not None
         self._complete(span, span.target, now_s)
         span.target = 0
-        for sequence in self._silent:
-            self._show(sequence, self._batch.emitted(sequence), now_s)
-        self._silent.clear()
+        if self._silent:
+            for sequence in self._silent:
+                self._show(sequence, self._batch.emitted(sequence), now_s)
+            self._silent.clear()
         if span.done >= span.most:
             self._span = None
             self._t = now_s
@@ -345,10 +362,13 @@ class EngineModel:
         while self._arrived and self._running() < self.max_num_seqs:
             sequence = self._arrived.popleft()
             self._join(sequence, sequence.request.prompt_tokens - 1)
-        self._make_room()
+        if self._batch.members:
+            self._make_room()
         # Who was just preempted must not come back at once; but where nobody decodes any more, no
         # later iteration would ask again.
-        if self._no_admission_at != self._batch.iteration or not self._batch.members:
+        if self._waiting and (
+            self._no_admission_at != self._batch.iteration or not self._batch.members
+        ):
             self._admit()
         decoding = len(self._batch.members)
         chunk = 0
@@ -576,25 +596,3 @@ class EngineModel:
 
     def _running(self) -> int:
         return len(self._batch.members) + (self._prefilling is not None)
-
-    def _check(self, request: EngineRequest) -> None:
-        if request.request_id in self._all:
-            raise InvalidField("request_id", request.request_id, "use an id that is not in use")
-        for name in ("prompt_tokens", "output_tokens"):
-            if getattr(request, name) < 1:
-                raise InvalidField(name, getattr(request, name), "give at least 1")
-        full = request.prompt_tokens // self.block_size
-        if len(request.block_hashes) not in (0, full):
-            raise InvalidField(
-                "block_hashes", len(request.block_hashes), f"give {full} hashes, or none"
-            )
-        if request.output_hashes and len(request.block_hashes) != full:
-            raise InvalidField("output_hashes", "given", "give the prompt's block_hashes too")
-        output = 1 if request.mode is RequestMode.REMOTE_DECODE else request.output_tokens
-        last = request.prompt_tokens + output - 1
-        if -(-last // self.block_size) > self.pool.total:
-            raise InvalidField(
-                "prompt_tokens",
-                request.prompt_tokens,
-                f"keep prompt and output within {self.pool.total * self.block_size} KV tokens",
-            )

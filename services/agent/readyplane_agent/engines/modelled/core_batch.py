@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import sqrt
 
+from readyplane.core.errors import InvalidField
 from readyplane_agent.engines.modelled.core_events import EngineRequest, RequestMode
 
 
@@ -77,6 +78,31 @@ class Sequence:
         self.started_s: float | None = None
         self.token_s = 0.0
         self.expires_s = 0.0
+
+
+def check(request: EngineRequest, *, block_size: int, kv_blocks: int) -> None:
+    """Refuse what an engine of `kv_blocks` blocks can never hold.
+
+    Raises:
+        InvalidField: a length below 1, hashes that do not cover the prompt's full blocks, or more
+            KV than the whole pool.
+    """
+    if request.prompt_tokens < 1:
+        raise InvalidField("prompt_tokens", request.prompt_tokens, "give at least 1")
+    if request.output_tokens < 1:
+        raise InvalidField("output_tokens", request.output_tokens, "give at least 1")
+    full, given = request.prompt_tokens // block_size, len(request.block_hashes)
+    if given not in (0, full):
+        raise InvalidField("block_hashes", given, f"give {full} hashes, or none")
+    if request.output_hashes and given != full:
+        raise InvalidField("output_hashes", "given", "give the prompt's block_hashes too")
+    output = 1 if request.mode is RequestMode.REMOTE_DECODE else request.output_tokens
+    if -(-(request.prompt_tokens + output - 1) // block_size) > kv_blocks:
+        raise InvalidField(
+            "prompt_tokens",
+            request.prompt_tokens,
+            f"keep prompt and output within {kv_blocks * block_size} KV tokens",
+        )
 
 
 @dataclass(slots=True)
