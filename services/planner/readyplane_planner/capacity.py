@@ -199,7 +199,7 @@ def overrun(start: float, drift: float, variance: float, within_s: float, limit:
     """
     if limit <= 0 and (start > 0 or drift > 0 or variance > 0):
         return 1.0
-    sd = math.sqrt(max(0.0, variance) * max(0.0, within_s))
+    sd = math.sqrt(variance * within_s) if variance > 0 and within_s > 0 else 0.0
     if sd <= 0:
         return 1.0 if max(start, 0.0) + drift * within_s > limit else 0.0
     drifted = drift * within_s
@@ -210,8 +210,10 @@ def overrun(start: float, drift: float, variance: float, within_s: float, limit:
         tail = power - mirrored * mirrored / 2.0 - math.log(mirrored * _SQRT_2_PI)
         reflected = math.exp(min(0.0, tail))
     else:
-        reflected = math.exp(min(600.0, power)) * (0.5 * math.erfc(mirrored / _SQRT_2))
-    return min(1.0, direct + reflected)
+        power = min(600.0, power)
+        reflected = math.exp(power) * (0.5 * math.erfc(mirrored / _SQRT_2))
+    chance = direct + reflected
+    return chance if chance < 1.0 else 1.0
 
 
 def served_tokens(rate: float, steps: Iterable[tuple[int, float]], workers_max: float) -> float:
@@ -238,10 +240,11 @@ def late_share(
     Args:
         served: tokens that the pool can serve until then. workers: that serve then.
     """
-    limit = workers * model.rate * wait_s + _in_service(model, workers)
+    rate = workers * model.rate
+    limit = rate * wait_s + _in_service(model, workers)
     if within_s <= 0:
         return 1.0 if backlog > limit else 0.0
-    variance = _variance(model, demand, workers * model.rate)
+    variance = _variance(model, demand, rate)
     return overrun(backlog, demand - served / within_s, variance, within_s, limit)
 
 
@@ -287,9 +290,11 @@ def predict_ttft(
     worst = low = 0.0
     for step in range(STEPS + 1):
         ahead_s = horizon_s * step / STEPS
-        worst = _ttft_s(model, upper, backlog, supply, ahead_s, quantile, at_least_s=worst)
+        workers = supply.at(ahead_s)
+        served = served_tokens(model.rate, supply.steps(ahead_s), math.inf)
+        worst = _ttft_s(model, upper, backlog, workers, served, ahead_s, quantile, worst)
         if level != upper:
-            low = _ttft_s(model, level, backlog, supply, ahead_s, quantile, at_least_s=low)
+            low = _ttft_s(model, level, backlog, workers, served, ahead_s, quantile, low)
     low = worst if level == upper else low
     left = backlog_after(
         backlog=backlog, demand=upper, rate=model.rate, supply=supply, horizon_s=horizon_s
@@ -301,23 +306,22 @@ def _ttft_s(
     model: PrefillModel,
     demand: float,
     backlog: float,
-    supply: Supply,
+    workers: int,
+    served: float,
     ahead_s: float,
     quantile: float,
-    *,
     at_least_s: float,
 ) -> float:
     """Quantile of the TTFT of who arrives `ahead_s` from now, or `at_least_s` if that is more.
 
     Asking first whether it can be more at all saves the search for most moments of a horizon.
     """
-    workers, own_s = supply.at(ahead_s), model.own_s + model.overhead_s
+    own_s = model.own_s + model.overhead_s
     if workers <= 0 or model.rate <= 0:
         return max(at_least_s, WAIT_MAX_S if demand > 0 or backlog > 0 else own_s)
     rate, held = workers * model.rate, _in_service(model, workers)
     late_max = 1.0 - quantile
     if ahead_s > 0:
-        served = served_tokens(model.rate, supply.steps(ahead_s), math.inf)
         drift = demand - served / ahead_s
         variance = _variance(model, demand, rate)
 

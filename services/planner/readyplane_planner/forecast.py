@@ -313,9 +313,8 @@ def _score(series: Series, item: Pending, *, now_s: float, warm: bool, knobs: Kn
         LOSS_MEMORY * old + (1.0 - LOSS_MEMORY) * abs(mean - guess) / scale * 0.5 * 10.0
         for old, guess in zip(series.losses, item.experts, strict=True)
     )
-    series = replace(series, losses=losses)
     if not warm:
-        return series
+        return replace(series, losses=losses)
     over = item.peak - item.upper
     quantile = knobs.quantile
     pinball = (quantile * over if over > 0 else (quantile - 1.0) * over) / scale
@@ -325,6 +324,7 @@ def _score(series: Series, item: Pending, *, now_s: float, warm: bool, knobs: Kn
     score = (item.peak - item.level) / max(item.scale, 1.0)
     return replace(
         series,
+        losses=losses,
         scores=(*series.scores, min(score, 10.0) / math.sqrt(item.due_s - item.made_s))[
             -SCORES_MAX:
         ],

@@ -142,8 +142,7 @@ def judge(
         urgent: of the wanted, those needed even without headroom; None for all.
     """
     live = counts.live
-    memory = _remember_want(memory, live if keep is None else keep, limits, now_s)
-    memory = _mismatch(memory, wanted, keep, live, limits, now_s)
+    memory = _looked(memory, wanted, keep, live, limits, now_s)
     if paused:
         held = live if memory.desired is None else memory.desired
         return Verdict(held, reasons=(("paused", "a person holds the targets"),)), memory
@@ -280,6 +279,8 @@ def took(memory: PoolMemory, verdict: Verdict, *, turn_s: float, now_s: float) -
     """
     desired = memory.desired
     acted = 1 if verdict.grow else -1 if verdict.shrink else 0
+    if acted == 0:
+        return memory if desired == verdict.target else replace(memory, desired=verdict.target)
     memory = replace(
         memory,
         desired=verdict.target,
@@ -288,7 +289,7 @@ def took(memory: PoolMemory, verdict: Verdict, *, turn_s: float, now_s: float) -
         surplus_since_s=None if acted > 0 else memory.surplus_since_s,
         deficit_since_s=None if acted < 0 else memory.deficit_since_s,
     )
-    if acted == 0 or (desired is not None and (verdict.target - desired) * acted <= 0):
+    if desired is not None and (verdict.target - desired) * acted <= 0:
         return memory
     leg_s, reversal = memory.leg_s, False
     if memory.direction == -acted and memory.moved_s is not None:
@@ -392,18 +393,7 @@ def fallback(*, live: int, load: float | None, limits: Limits) -> int:
     return max(limits.low, min(limits.high, math.ceil(live * min(load, 2.0))))
 
 
-def _remember_want(memory: PoolMemory, keep: int, limits: Limits, now_s: float) -> PoolMemory:
-    span_s = max(limits.window_s, 1.0)
-    kept = [(at, n) for at, n in memory.wants if now_s - at <= span_s + 1e-9]
-    if kept and kept[-1][1] == keep and len(kept) >= 2 and kept[-2][1] == keep:
-        # A run of equal wants is kept as its two ends.
-        kept[-1] = (now_s, keep)
-    else:
-        kept.append((now_s, keep))
-    return replace(memory, wants=tuple(kept[-WANTS_MAX:]))
-
-
-def _mismatch(
+def _looked(
     memory: PoolMemory,
     wanted: int | None,
     keep: int | None,
@@ -411,18 +401,32 @@ def _mismatch(
     limits: Limits,
     now_s: float,
 ) -> PoolMemory:
-    """Since when the pool has been too large or too small without a break.
+    """The want of this tick, and since when the pool has been too large or too small.
 
     What is not known breaks nothing.
     """
+    wants = _wants(memory.wants, live if keep is None else keep, limits, now_s)
     if wanted is None or keep is None:
-        return memory
+        return replace(memory, wants=wants)
     surplus, deficit = max(keep, limits.low) < live, wanted > live
     return replace(
         memory,
+        wants=wants,
         surplus_since_s=_since(memory.surplus_since_s, surplus, now_s),
         deficit_since_s=_since(memory.deficit_since_s, deficit, now_s),
     )
+
+
+def _wants(
+    before: tuple[tuple[float, int], ...], keep: int, limits: Limits, now_s: float
+) -> tuple[tuple[float, int], ...]:
+    """The wants of the window with the newest; a run of equal ones is kept as its two ends."""
+    span_s = max(limits.window_s, 1.0) + 1e-9
+    kept = [want for want in before if now_s - want[0] <= span_s]
+    if len(kept) >= 2 and kept[-1][1] == keep and kept[-2][1] == keep:
+        kept.pop()
+    kept.append((now_s, keep))
+    return tuple(kept[-WANTS_MAX:])
 
 
 def _since(since_s: float | None, lasts: bool, now_s: float) -> float | None:

@@ -6,7 +6,7 @@ bookkeeping that keeps an order from being counted twice or forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.startup import StartQuantiles
@@ -52,15 +52,9 @@ def act(
     now_s: float,
 ) -> Acted:
     """Turn verdicts into orders, drains and releases, and remember them."""
-    seen = [(c.digest, c.number) for p in pools for c in p.coming]
-    seen += [
-        (w.manifest_digest, w.generation)
-        for p in pools
-        for w in (*p.ready, *p.waiting, *p.draining)
-    ]
-    memory = replace(
-        memory, generation=rollout.advance(memory.generation, plan.manifest_digest, seen)
-    )
+    generation = rollout.advance(memory.generation, plan.manifest_digest, _carried(pools))
+    if generation is not memory.generation:
+        memory = replace(memory, generation=generation)
     acted = Acted(memory, verdicts, [], [], [])
     done: list[Verdict] = []
     for pool, verdict in zip(pools, verdicts, strict=True):
@@ -78,10 +72,18 @@ def act(
         given_up = _give_up(acted, pool, verdict.shrink, retire, plan, quantiles, reasons)
         # What could not be given up is still there and wanted as long as it is.
         target = verdict.target + max(0, verdict.shrink - given_up)
-        done.append(replace(verdict, target=target, grow=grow, shrink=given_up))
+        done.append(Verdict(target, grow, given_up, verdict.reasons))
     acted.verdicts = (done[0], done[1])
     acted.memory = _remember(acted, observation, pools, plan, now_s=now_s)
     return acted
+
+
+def _carried(pools: Iterable[Pool]) -> Iterator[tuple[str, int]]:
+    """(artifact, generation) of everyone alive."""
+    for pool in pools:
+        yield from ((c.digest, c.number) for c in pool.coming)
+        for members in (pool.ready, pool.waiting, pool.draining):
+            yield from ((w.manifest_digest, w.generation) for w in members)
 
 
 def _rolling(
@@ -94,6 +96,9 @@ def _rolling(
     now_s: float,
 ) -> tuple[int, tuple[str, ...]]:
     """One surge worker of the new generation, then one old worker to retire (R17.2)."""
+    current = memory.generation.digest
+    if all(digest in {"", current} for digest, _number in _carried((pool,))):
+        return 0, ()
     members = [
         *(
             rollout.Member(w.worker_id, w.manifest_digest, w.generation, True, w.attached)
@@ -158,6 +163,8 @@ def _give_up(
     A start that is about to serve is paid for: it is not cancelled, and nobody is drained to make
     room for it before it is there.
     """
+    if not count and not retire:
+        return 0
     soon = {c.worker_id: arrives_soon(c.age_s, quantiles) for c in pool.coming}
     far = [c for c in pool.coming if soon[c.worker_id] is None]
     coming = victims.from_coming(far, count)
@@ -207,12 +214,11 @@ def _remember(
     lost |= {r.worker_id for r in acted.releases}
     alive = {w.worker_id for w in observation.workers}
     held = {a.worker_id for a in observation.allocations if a.state not in {"exited", "failed"}}
-    orders = tuple(o for o in memory.orders if o.worker_id not in ready | lost)
-    left = alive | held
-    draining = dict(memory.draining)
+    closed, left = ready | lost, alive | held
+    orders = tuple(o for o in memory.orders if o.worker_id not in closed)
     draining = {
         worker_id: since
-        for worker_id, since in draining.items()
+        for worker_id, since in memory.draining
         if worker_id in left
         or now_s - since < plan.order_grace_s
         or not (observation.fleet_known and observation.allocations_known)

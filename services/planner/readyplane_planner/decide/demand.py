@@ -119,19 +119,22 @@ def _averages(observation: Observation, plan: Plan, memory: Memory, serving: int
     if dt_s > 0 and all(signal.known for signal in rates):
         fade = math.exp(-dt_s / LENGTHS_TAU_S)
         requests, tokens, uncached = (s.get() * dt_s for s in rates)
-        averages = replace(
-            averages,
-            requests=averages.requests * fade + requests,
-            tokens=averages.tokens * fade + tokens,
-            uncached=averages.uncached * fade + uncached,
+        averages = Averages(
+            averages.requests * fade + requests,
+            averages.tokens * fade + tokens,
+            averages.uncached * fade + uncached,
+            averages.finished,
+            averages.generated,
         )
     if dt_s > 0 and observation.finished.known and observation.decoding.known:
         fade = math.exp(-dt_s / OUTPUT_TAU_S)
         made = observation.generated.get(_modelled_output(observation, plan, memory, serving))
-        averages = replace(
-            averages,
-            finished=averages.finished * fade + observation.finished.get() * dt_s,
-            generated=averages.generated * fade + made * dt_s,
+        averages = Averages(
+            averages.requests,
+            averages.tokens,
+            averages.uncached,
+            averages.finished * fade + observation.finished.get() * dt_s,
+            averages.generated * fade + made * dt_s,
         )
     return averages
 

@@ -7,6 +7,7 @@ Hands verdicts to brain.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from readyplane_planner import guard
 from readyplane_planner.decide import acting, demand, outlook, reasons
@@ -45,10 +46,11 @@ def _without_surge(counts: Counts, pool: Pool, plan: Plan, memory: Memory) -> Co
     """A roll-out's extra workers stand beside the target and must not become it."""
     desired = memory.guard(pool.name).desired
     current = memory.generation.digest
-    digests = [w.manifest_digest for w in (*pool.ready, *pool.waiting)]
-    digests += [c.digest for c in pool.coming]
-    rolling = bool(current) and any(digest and digest != current for digest in digests)
-    if not rolling or desired is None:
+    if not current or desired is None:
+        return counts
+    fitting = {"", current}
+    members = (w.manifest_digest for m in (pool.ready, pool.waiting) for w in m)
+    if all(d in fitting for d in chain(members, (c.digest for c in pool.coming))):
         return counts
     extra = min(plan.surge, max(0, counts.live - desired))
     from_pending = min(extra, counts.pending)

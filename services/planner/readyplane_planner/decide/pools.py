@@ -131,9 +131,9 @@ def census(
     return pool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _View:
-    """What memory and plan say while sorting."""
+    """What memory and plan say while sorting; read-only."""
 
     orders: dict[str, OpenOrder]
     draining: dict[str, float]

@@ -36,6 +36,8 @@ def from_ready(
     The worker that holds the most is spared while another exists: it is the one with the
     backlog (B23). Fresh workers are spared for `min_ready_s`.
     """
+    if count <= 0:
+        return []
     own = [w for w in workers if not w.attached]
     old_enough = [w for w in own if w.ready_age_s is not None and w.ready_age_s >= min_ready_s]
     ranked = sorted(old_enough, key=lambda w: (*score(w, digest=digest), w.worker_id))

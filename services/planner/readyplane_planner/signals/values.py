@@ -27,6 +27,9 @@ class Kind(StrEnum):
     WARMING = "warming"
 
 
+_FRESH, _IDLE = Kind.FRESH, Kind.IDLE
+
+
 @dataclass(frozen=True, slots=True)
 class Signal:
     """One number with its unit, its age in seconds and what it is worth."""
@@ -40,7 +43,7 @@ class Signal:
     @property
     def known(self) -> bool:
         """Whether a decision may rest on the value."""
-        return self.kind in {Kind.FRESH, Kind.IDLE}
+        return self.kind is _FRESH or self.kind is _IDLE
 
     def get(self, otherwise: float = 0.0) -> float:
         """The value where it is known, else the given stand-in that the caller answers for."""
