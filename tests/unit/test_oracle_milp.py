@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from readyplane.profiles import load
+from readyplane_lab.proof.oracle.coupled import kind_of, needs_of_workload
+from readyplane_lab.proof.oracle.demand import request_work
 from readyplane_lab.proof.oracle.layers import layered
 from readyplane_lab.proof.oracle.milp import Kind, Needs, Rules, Solved, solve
+from readyplane_lab.proof.port import SLO_DEFAULT
 from readyplane_lab.simulator.outcome import Floats
+from readyplane_lab.simulator.world import LINK
+from readyplane_lab.workload.request import WorkloadRequest
 
 # A worker at a price of one a second; a step of a second, a start of 3 s and a drain of 1 s.
 PLAIN = Kind(
@@ -144,3 +150,50 @@ def test_hours_of_minutes_are_solved_with_their_gap() -> None:
         rel_gap=0.05,
     )
     assert 0 < found.relaxed <= found.cost and found.gap <= 0.06
+
+
+def some_requests() -> list[WorkloadRequest]:
+    return [WorkloadRequest(i, 3.0 * i, 1000, 200, ((50 + i, 1000),)) for i in range(80)]
+
+
+def test_a_workload_becomes_needs_and_classes() -> None:
+    requests = some_requests()
+    profile = load("h100-tp4-llama70b")
+    work = request_work(requests, prefill=profile, decode=profile, slo=SLO_DEFAULT)
+    span_s = requests[-1].at_s
+    wanted = needs_of_workload(
+        requests,
+        work,
+        slo=SLO_DEFAULT,
+        kv_bytes_per_token=profile.kv_bytes_per_token,
+        span_s=span_s,
+    )
+    assert len(wanted.prefill) == 4 and wanted.kv_tokens is not None
+    assert wanted.prefill[0] == pytest.approx(profile.prefill_s(1000) / 3.0, rel=0.05)
+    assert wanted.kv_tokens[1] == pytest.approx(1099.5 * work.residence_s[0] / 3.0, rel=0.01)
+    assert wanted.kv_bytes_per_s is not None
+    assert wanted.kv_bytes_per_s[1] == pytest.approx(1000 * 327_680 / 3.0, rel=0.01)
+    same = kind_of(profile, requests, work, slo=SLO_DEFAULT, lead_s=60.0, link=LINK)
+    assert (same.prefill, same.decode) == pytest.approx((1.0, 1.0))
+    assert same.kv_tokens == 474_000 and same.link_bytes_per_s == LINK.bandwidth_bytes_per_s
+    slow = replace(profile, name="slow", slow_factor=1.5, price_per_gpu_hour=0.4)
+    kind = kind_of(slow, requests, work, slo=SLO_DEFAULT, lead_s=60.0)
+    assert kind.prefill == pytest.approx(1 / 1.5) and 0 < kind.decode < 1 / 1.5
+    never = kind_of(replace(profile, slow_factor=2.0), requests, work, slo=SLO_DEFAULT, lead_s=60.0)
+    assert never.decode == 0.0 and never.prefill == pytest.approx(0.5)
+    found = solve([same, kind], wanted, FREE)
+    assert held(found, "slow", "prefill") == [1.0] * 4  # slower, but cheaper for so little work
+
+
+def test_one_class_and_wide_links_come_to_the_bound_by_layers() -> None:
+    requests = some_requests()
+    profile = load("h100-tp4-llama70b")
+    work = request_work(requests, prefill=profile, decode=profile, slo=SLO_DEFAULT)
+    span_s = requests[-1].at_s
+    wanted = needs_of_workload(requests, work, slo=SLO_DEFAULT, kv_bytes_per_token=1, span_s=span_s)
+    kind = kind_of(profile, requests, work, slo=SLO_DEFAULT, lead_s=60.0, initial=(1, 1))
+    found = solve([kind], wanted, FREE)
+    best = [
+        layered(n, step_s=60.0, beta_s=60.0, initial=1) for n in (wanted.prefill, wanted.decode)
+    ]
+    assert found.cost == pytest.approx(sum(b.cost_s for b in best) * 4 / 3600, rel=1e-3)

@@ -14,6 +14,7 @@ from readyplane.core.worker import Role
 from readyplane_lab.proof.baselines import clairvoyant, lookahead
 from readyplane_lab.proof.oracle import FleetPlan, Scripted, lower_bound, plan_of
 from readyplane_lab.proof.oracle.demand import Foresight
+from readyplane_lab.proof.oracle.layers import layered
 from readyplane_lab.proof.oracle.lookahead import look
 from readyplane_lab.proof.port import Hindsight, Setting
 from readyplane_planner.decide.follow import Brain
@@ -168,8 +169,8 @@ def test_short_sight_grows_late_and_keeps_what_comes_back(
     assert found == min(max(live, *window[:lead_steps]), max(window))
 
 
-def test_short_sight_releases_what_the_clairvoyant_keeps() -> None:
-    """A start costs 60 s in decode, and steps are 60 s: a gap of two steps is out of sight."""
+def test_short_sight_lets_go_what_is_wanted_again_too_late() -> None:
+    """A start costs 60 s in decode, and steps are 60 s: a gap of two steps is not worth keeping."""
     load = [3.0, 1.0, 1.0, 3.0, 3.0]
     given_ = replace(
         known([1.0] * 5, load), initial=(1, 3), t_ready=StartQuantiles(30, 45, 60, 0, 0)
@@ -178,7 +179,25 @@ def test_short_sight_releases_what_the_clairvoyant_keeps() -> None:
     fleet.play(lookahead.make(1.0, given_).brain, 240.0, initial=(1, 3))
     assert fleet.at(65.0) == (1, 1)
     assert fleet.at(180.0) == (1, 3)
-    assert lower_bound(given_).decode.starts == 2
+    assert lower_bound(given_).decode.workers.tolist() == load
+
+
+@given(
+    load=st.lists(st.floats(0.0, 5.0), min_size=3, max_size=20),
+    t_ready_s=st.sampled_from([20.0, 65.0, 150.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_short_sight_is_enough_for_pools_that_are_alone(
+    load: list[float], t_ready_s: float
+) -> None:
+    """Planned anew at every step from what is there, it comes to the plan of the clairvoyant."""
+    need, step_s, beta_s = np.ceil(np.array(load)), 10.0, t_ready_s + 10.0
+    live, seen = int(need[0]), []
+    for k in range(len(need)):
+        window = need[k : k + int(np.ceil(beta_s / step_s)) + 1]
+        live = look(window, step_s=step_s, beta_s=beta_s, live=live, lead_s=step_s)
+        seen.append(live)
+    assert seen == layered(need, step_s=step_s, beta_s=beta_s).workers.tolist()
 
 
 def test_without_a_clock_of_its_own_a_brain_plays_the_same() -> None:

@@ -2,6 +2,10 @@
 
 Owns one step of the receding horizon. What it costs more than the clairvoyant is the price of
 short sight; what a real policy costs more than it is the price of forecast and control.
+
+For pools that do not depend on each other short sight costs nothing: the optimum only asks whether
+a worker is wanted again within the cost of a start, and that is as far as it sees. What is left is
+what the clairvoyant's plan and this one are told differently: each plans from the fleet it finds.
 """
 
 from __future__ import annotations
