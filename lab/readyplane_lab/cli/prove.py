@@ -164,6 +164,7 @@ def _show(screen: Console, proof: Proof) -> None:
     for one in proof.centre:
         best = best_tuned(one, proof.attainment)
         ours, osim = one.ours, one.osim_gpu_hours
+        reached = ours is not None and ours.reaches(proof.attainment)
         table.add_row(
             one.scenario,
             "-" if ours is None else f"{ours.gpu_hours:.2f}",
@@ -171,7 +172,7 @@ def _show(screen: Console, proof: Proof) -> None:
             "none reached it" if best is None else f"{best[1].gpu_hours:.2f} {best[0]}",
             f"{one.lower_gpu_hours:.2f}",
             "-" if osim is None else f"{osim:.2f}",
-            "-" if ours is None or not osim else f"{ours.gpu_hours / osim:.2f}",
+            f"{ours.gpu_hours / osim:.2f}" if ours is not None and osim and reached else "-",
         )
     screen.print(table)
     for key, why in proof.skipped.items():

@@ -197,7 +197,7 @@ def one_knob(
     """Each baseline's one knob for all inputs, and the median of ours over it.
 
     The knob is the one that reaches the attainment on the most inputs, of these the cheapest in
-    total. Both sides are compared as the fluid mode has them, where every knob was played. Only
+    total; a baseline that reaches it nowhere has none. Both sides are compared as the fluid mode has them, where every knob was played. Only
     inputs on which both reach the attainment have a ratio.
     """
     out: dict[str, tuple[float, float | None]] = {}
@@ -228,7 +228,9 @@ def _one_knob(entries: Iterable[Entry], attainment: float) -> float | None:
         for point in entry.fluid:
             reached[point.knob] = reached.get(point.knob, 0) + point.reaches(attainment)
             cost[point.knob] = cost.get(point.knob, 0.0) + point.gpu_hours
-    return min(reached, key=lambda k: (-reached[k], cost[k], k), default=None)
+    if not any(reached.values()):
+        return None
+    return min(reached, key=lambda k: (-reached[k], cost[k], k))
 
 
 def _at(entry: Entry | None, knob: float) -> Point | None:

@@ -76,8 +76,10 @@ class _Scale:
 
     def ticks(self) -> list[float]:
         if self.log:
-            first, last = math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9)
-            return [10.0**k for k in range(first, last + 1)] or [10.0**self.low]
+            first, last = math.floor(self.low), math.ceil(self.high)
+            marks = (1,) if last - first > TICKS // 2 else (1, 2, 5)
+            every = [m * 10.0**k for k in range(first, last + 1) for m in marks]
+            return [v for v in every if self.low - 1e-9 <= math.log10(v) <= self.high + 1e-9]
         step = _round_step((self.high - self.low) / TICKS)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)

@@ -358,7 +358,8 @@ def _decisions(decisions: Iterable[Mapping[str, Any]]) -> str:
         return ""
     more = f", the first {DECISIONS_SHOWN} of {len(rows)}" if len(rows) > DECISIONS_SHOWN else ""
     return (
-        f"<h3>Decisions of the planner{more}</h3><table><tr><th>s</th><th>what and why</th></tr>"
+        f'<h3>Decisions of the planner{more}</h3><table class="text">'
+        "<tr><th>s</th><th>what and why</th></tr>"
         f"{''.join(rows[:DECISIONS_SHOWN])}</table>"
     )
 
@@ -370,7 +371,7 @@ def _who(document: Mapping[str, Any]) -> str:
         for name, c in document["contenders"].items()
     )
     return (
-        "<h2>Contenders</h2><table><tr><th>name</th><th>rule</th><th>knob</th><th>source</th>"
+        '<h2>Contenders</h2><table class="text"><tr><th>name</th><th>rule</th><th>knob</th><th>source</th>'
         f"</tr>{rows}</table>"
     )
 

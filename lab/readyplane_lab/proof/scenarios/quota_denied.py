@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from readyplane_lab.proof.evidence import POOLS, attains, finishes, ordered, unmet
+from readyplane_lab.proof.evidence import POOLS, attains, finishes, ordered, quick_turns, unmet
 from readyplane_lab.proof.port import Disturbances, Scenario
 from readyplane_lab.simulator.faults import QuotaDenied
 from readyplane_lab.simulator.outcome import RunResult
@@ -23,11 +23,13 @@ def check(run: RunResult) -> tuple[str, ...]:
     """Asks with patience, takes what there is, grows when it may."""
     end_s = STEP_S + DENIED_S
     refused = run.counts.get("orders_refused", 0.0)
+    turns = sum(quick_turns(run, pool) for pool in POOLS)
     claims = [
         (any(x.pool == pool for x in ordered(run, end_s)), f"{pool} did not grow once it could")
         for pool in POOLS
     ]
     claims += [
+        (turns <= 2, f"targets turned {turns} times while nothing could be had"),
         (refused <= DENIED_S / ASKED_EVERY_S * 2, f"{refused:g} orders were sent to be refused"),
         attains(run, 0.95, 0.0, STEP_S),
         attains(run, 0.85, end_s + 500.0),
@@ -41,8 +43,9 @@ SCENARIO = Scenario(
     title="The load doubles, and for 420 s the cluster grants one worker of what is asked",
     requests=Shaped(step(STEP_S, 10.0, 20.0), Mix(hit=constant(0.3)), SPAN_S),
     expected=(
-        "Refused orders are tried again with pauses (four seconds and more), both pools grow once "
-        "they may, and from 500 s after that on 85 % of the arrivals meet both targets."
+        "Refused orders are tried again with pauses (four seconds and more), targets do not turn "
+        "meanwhile, both pools grow once they may, and from 500 s after that on 85 % of the "
+        "arrivals meet both targets."
     ),
     check=check,
     disturb=disturb,
