@@ -6,6 +6,7 @@ SHELL := bash
 VENV := .venv
 GEN := .venv-gen
 COMPOSE := .venv-compose
+DYNOSIM := .venv-dynosim
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 # Two quiet flags: the closing word is pip's errors, not its progress.
@@ -106,5 +107,18 @@ lock: ## Renew the lock files (needs uv on PATH).
 	@tools/lock.sh
 
 clean: ## Remove the environments, the caches and what was built.
-	rm -rf $(VENV) $(GEN) $(COMPOSE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GEN) $(COMPOSE) $(DYNOSIM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ------------------------------------------------------------------- validity
+
+# Dynamo's simulator, to compare with. Its wheel is for Linux on x86-64; without it the bench goes on.
+$(DYNOSIM)/stamp: tools/requirements-dynosim.lock
+	@python="$$(tools/find-python.sh)"; \
+	test -x $(DYNOSIM)/bin/python || "$$python" -m venv $(DYNOSIM)
+	@if $(DYNOSIM)/bin/pip install $(PIP_FLAGS) --no-deps --require-hashes -r $<; then touch $@; \
+	else echo "setup: Dynamo's simulator could not be had; its comparison is left out" >&2; fi
+
+.PHONY: bench-validity
+bench-validity: setup $(DYNOSIM)/stamp ## How true the simulator is, against formulas, processes, Dynamo, measurements (ARGS).
+	$(PY) -m bench.validity $(ARGS)
