@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from math import sqrt
+from math import ceil, sqrt
 
 from readyplane.core.profile import ClassProfile
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
@@ -24,10 +24,10 @@ EQUAL_SHARE = 0.95
 
 @dataclass(slots=True)
 class Ends:
-    """What happened, in order of each batch: (second, row, weight)."""
+    """What happened, in order of each batch: (second, row, weight), and where it ended."""
 
     first: list[tuple[float, int, float]] = field(default_factory=list)
-    last: list[tuple[float, int, float]] = field(default_factory=list)
+    last: list[tuple[float, int, float, Batch]] = field(default_factory=list)
 
 
 class Batch:
@@ -36,13 +36,14 @@ class Batch:
     Attributes:
         n, kv: sequences and KV tokens of all of them; kv is `base + n * v`. v: tokens emitted by a sequence that has
             been there for ever. promised_n, promised_kv: sequences that are here or on their way,
-            and their prompt tokens.
+            and their prompt tokens. into: the batch that has taken this one in.
     """
 
     __slots__ = (
         "_times",
         "base",
         "idle_s",
+        "into",
         "joining",
         "leaving",
         "n",
@@ -66,6 +67,7 @@ class Batch:
         self.promised_n = self.promised_kv = 0.0
         self.tokens = self.stall_s = 0.0
         self.idle_s = now_s
+        self.into: Batch | None = None
 
     @property
     def kv(self) -> float:
@@ -113,7 +115,7 @@ class Batch:
                 base -= head[3]
                 if not leaving:
                     n = base = 0.0
-                ends.last.append((t, head[1], head[2]))
+                ends.last.append((t, head[1], head[2], self))
             t = max(t, to_s)
             if to_s >= until_s:
                 break
@@ -147,27 +149,28 @@ class Batch:
             heapify(self.joining)
         return sum(e[2] for e in found) + sum(e[2] for e in waiting)
 
-    def split(self, worker: FluidWorker) -> Batch:
-        """Take one of several equal workers out, with its share of everything."""
+    def split(self, worker: FluidWorker, isl: list[float]) -> Batch:
+        """Take one of several equal workers out, with its share of everything that is here."""
         share = 1.0 / len(self.workers)
         out = Batch(self.profile, [worker], self.t)
         out.v, out.n, out.base = self.v, self.n * share, self.base * share
+        out.tokens, out.stall_s = self.tokens * share, self.stall_s
+        for _, row, weight, _ in self.leaving:
+            out.promised_n += share * weight
+            out.promised_kv += share * weight * isl[row]
+        for _, row, weight in self.joining:
+            out.promised_n += share * weight
+            out.promised_kv += share * weight * isl[row]
         out.leaving = [(v, row, w * share, part * share) for v, row, w, part in self.leaving]
         out.joining = [(t, row, w * share) for t, row, w in self.joining]
-        out.promised_n, out.promised_kv = self.promised_n * share, self.promised_kv * share
-        out.tokens, out.stall_s = self.tokens * share, self.stall_s
-        self._scale(1.0 - share)
+        left = 1.0 - share
+        self.n, self.base, self.tokens = self.n * left, self.base * left, self.tokens * left
+        self.leaving = [(v, row, w * left, part * left) for v, row, w, part in self.leaving]
+        self.joining = [(t, row, w * left) for t, row, w in self.joining]
+        self.promised_n -= out.promised_n
+        self.promised_kv -= out.promised_kv
         self.workers = [w for w in self.workers if w is not worker]
         return out
-
-    def _scale(self, share: float) -> None:
-        self.n *= share
-        self.base *= share
-        self.leaving = [(v, row, w * share, part * share) for v, row, w, part in self.leaving]
-        self.joining = [(t, row, w * share) for t, row, w in self.joining]
-        self.promised_n *= share
-        self.promised_kv *= share
-        self.tokens *= share
 
     def merge(self, other: Batch) -> None:
         """Take in another whose workers hold as much each, and whose clock stands at the same time."""
@@ -182,16 +185,20 @@ class Batch:
         self.promised_kv += other.promised_kv
         self.tokens += other.tokens
         self.workers += other.workers
+        other.into = self
 
 
 class DecodePool:
     """All batches, and the router's choice among them.
 
     Args:
-        apart: every worker is a batch of its own.
+        isl: prompt tokens by row. apart: every worker is a batch of its own.
     """
 
-    def __init__(self, profile: ClassProfile, policy: RouterPolicy, *, apart: bool) -> None:
+    def __init__(
+        self, profile: ClassProfile, policy: RouterPolicy, isl: list[float], *, apart: bool
+    ) -> None:
+        self._isl = isl
         self.batches: list[Batch] = []
         self.closed: list[Batch] = []
         self._profile = profile
@@ -211,12 +218,12 @@ class DecodePool:
         self.batches.append(Batch(self._profile, [worker], now_s))
 
     def close(self, worker: FluidWorker) -> None:
-        """It drains: nothing new goes there."""
+        """Nothing new goes there."""
         batch = next((b for b in self.batches if worker in b.workers), None)
         if batch is None:
             return
         if len(batch.workers) > 1:
-            self.closed.append(batch.split(worker))
+            self.closed.append(batch.split(worker, self._isl))
             return
         self.batches.remove(batch)
         self.closed.append(batch)
@@ -257,6 +264,11 @@ class DecodePool:
         for batch in self.batches:
             size = len(batch.workers)
             others, held = batch.promised_n / size, batch.promised_kv / size
+            if size > 1:
+                # Some of the workers hold less than the mean: that is where it goes.
+                below = max(0.0, ceil(others) - 1.0)
+                held *= below / others if others else 1.0
+                others = below
             cap = most
             if size == 1 and now_s - (batch.workers[0].ready_s or 0.0) < policy.ramp_s:
                 cap = min(most, policy.ramp_sequences)
@@ -281,12 +293,23 @@ class DecodePool:
             batch.promised_kv += part * isl
         return parts
 
-    def release(self, batch: Batch, isl: float, weight: float) -> None:
+    def release(self, batch: Batch, row: int, weight: float) -> None:
         """A sequence has ended."""
         batch.promised_n -= weight
-        batch.promised_kv -= weight * isl
+        batch.promised_kv -= weight * self._isl[row]
         if batch.promised_n < 1e-9:
             batch.promised_n = batch.promised_kv = 0.0
+
+    def drop(self, row: int, parts: list[tuple[Batch, float]]) -> None:
+        """A client has left; `parts`: as booked."""
+        if self._apart:
+            for batch, part in parts:
+                batch.drop(row)
+                self.release(batch, row, part)
+            return
+        for batch in self.everyone():
+            if (part := batch.drop(row)) > 0:
+                self.release(batch, row, part)
 
     def merge(self) -> None:
         """Put batches together whose workers hold about as much each."""

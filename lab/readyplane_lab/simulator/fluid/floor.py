@@ -67,7 +67,7 @@ class Floor:
         )
         if options.convertible:
             self.prefill.lend = self._lent
-        self.decode = DecodePool(profiles[1], self.router, apart=arrivals.single)
+        self.decode = DecodePool(profiles[1], self.router, self.rows.isl, apart=arrivals.single)
         self._place: dict[int, list[tuple[Batch, float]]] = {}
         self._repaired: dict[int, int] = {}
         self._open: deque[int] = deque()
@@ -101,9 +101,12 @@ class Floor:
             batch.advance(until_s, self.rows.isl, self.rows.osl, ends)
         for at_s, row, part in ends.first:
             self.rows.first_token(row, at_s, part)
-        for at_s, row, part in ends.last:
+        for at_s, row, part, batch in ends.last:
+            self.decode.release(batch, row, part)
+            if batch.promised_n <= 0:
+                batch.idle_s = at_s
             if self.rows.last_token(row, at_s, part):
-                self._leave(row, at_s)
+                self._place.pop(row, None)
         self._time_out(until_s)
 
     def now(self, now_s: float) -> Now:
@@ -170,7 +173,10 @@ class Floor:
             worker.jobs.append((end_s, row, tokens))
             worker.promised += tokens
         moved_s = self.rows.moved_s[row]
-        for batch, part in self._place.get(row, ()):
+        for booked, part in self._place.get(row, ()):
+            batch = booked
+            while batch.into is not None:
+                batch = batch.into
             join_s = end_s + moved_s
             if batch.n > 0:
                 # It is admitted, and joins, only between two iterations.
@@ -215,12 +221,6 @@ class Floor:
             queue.pop(rows.isl[row], rows.weight[row])
             rows.miss(row, "refused")
 
-    def _leave(self, row: int, at_s: float) -> None:
-        for batch, share in self._place.pop(row):
-            self.decode.release(batch, self.rows.isl[row], share)
-            if batch.promised_n <= 0:
-                batch.idle_s = at_s
-
     def _time_out(self, now_s: float) -> None:
         """The gateway gives up on what has not ended in time."""
         rows, place, at = self._open, self._place, self.rows.at
@@ -234,9 +234,7 @@ class Floor:
         self.rows.miss(row, outcome)
 
     def _unbook(self, row: int) -> None:
-        for batch, part in self._place.pop(row):
-            batch.drop(row)
-            self.decode.release(batch, self.rows.isl[row], part)
+        self.decode.drop(row, self._place.pop(row))
 
     def _repair(self, row: int, now_s: float) -> None:
         """Once more from the start, where it has had no token yet."""

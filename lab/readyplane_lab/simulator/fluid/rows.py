@@ -16,6 +16,8 @@ from readyplane_lab.simulator.outcome import Served
 from readyplane_router.policy import RouterPolicy
 
 NEVER = math.inf
+NOTHING = 1e-6
+"""Of a row's weight: less than that is a rounding error."""
 
 
 class Rows:
@@ -66,9 +68,11 @@ class Rows:
     def last_token(self, row: int, at_s: float, part: float) -> bool:
         """A part of a row has all its tokens; True when that was the last of it."""
         weight, osl = self.weight[row], self.osl[row]
+        if self._left[row] <= NOTHING * weight:
+            return False
         self._last_s[row] += at_s * part
         self._left[row] -= part
-        if self._left[row] > 1e-6 * weight:
+        if self._left[row] > NOTHING * weight:
             return False
         later = osl - 1.0
         taken_s = self._last_s[row] / weight - self._first_s[row]
