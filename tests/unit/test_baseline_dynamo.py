@@ -115,6 +115,16 @@ def test_kalman_extrapolates_what_constant_repeats() -> None:
     assert Kalman().add(0.0).add(0.0) == Kalman()
     steady = Dynamo(setting(), throughput=True, load=False, predictor=Predictor.KALMAN)
     assert run(steady, 400.0)[-1][1:] == (4, 4)
+    # 30 requests/s after 10 and 20: constant says 30 (P 3.01, D 3.6), the trend nearly 40.
+    past = DynamoState(
+        targets=(2, 2),
+        requests=Kalman().add(1800.0).add(3600.0),
+        isl=Kalman().add(1024.0).add(1024.0),
+        osl=Kalman().add(128.0).add(128.0),
+    )
+    at = facts(now_s=0.0, p=(2, 0), d=(2, 0), **STEADY)
+    targets, _ = steady.step(at, past)
+    assert (targets.prefill, targets.decode) == (4, 5)  # 39 / 9.954 = 3.9, 39 / 8.337 = 4.7
 
 
 @pytest.mark.parametrize(
@@ -186,6 +196,7 @@ def test_both_modes_the_floor_holds_what_load_would_give_up() -> None:
     assert load_only[-1][1:] == (1, 1)  # no queue, little KV: one worker less at a time
     both = run(Dynamo(setting(), throughput=True, load=True), 400.0)
     assert both[-1][1:] == (4, 4)
+    assert {(p, d) for at, p, d in both if at <= 180.0} == {(2, 2)}  # the fleet that it found
     # The floor of 180 s is taken up by the load decision of the next tick.
     assert next(at for at, p, _ in both if p == 4) == 185.0
 

@@ -8,7 +8,9 @@ they need libraries that nothing else here needs), and each pool gets
 `ceil(requests/s over what one engine serves within the SLA)`.
 Load mode, every 5 s: one worker more when all engines of a pool are estimated above the SLA, one
 less when the queue or the KV of every engine, shared by one worker fewer, stays within 0.8 of it.
-Both modes: the throughput result is only the floor of the load mode.
+Both modes: the throughput result is only the floor of the load mode. Until the first one, the fleet
+that the planner finds is the floor, as with predictors that were warmed with a trace; else the load
+mode would be free to empty the pools for three minutes.
 
 The published planner fits its performance model to measured forward passes; here that model is the
 profile that the engines themselves follow, which is what the fit converges to. Minimum, maximum and
@@ -207,7 +209,7 @@ class Dynamo:
         """One tick of 5 s: first the load mode, then the throughput mode, as published."""
         if state.targets is None:
             found = (facts.prefill.live, facts.decode.live)
-            state = replace(state, targets=found, due_s=facts.now_s + THROUGHPUT_S)
+            state = replace(state, targets=found, floor=found, due_s=facts.now_s + THROUGHPUT_S)
         targets = state.targets or (0, 0)
         state = replace(
             state,
