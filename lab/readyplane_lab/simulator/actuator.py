@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from readyplane.core.errors import NotFound, Refused, StaleEpoch
+from readyplane.core.errors import NotFound, ReadyplaneError, Refused, StaleEpoch
 from readyplane.core.worker import Role
 from readyplane.kit.clock import Clock
 from readyplane.ports import Instance, Order
@@ -56,13 +56,18 @@ class SimActuator:
         """Start one worker. Idempotent by worker id.
 
         Raises:
-            Refused: the quota of its class. StaleEpoch: of a leader that leads no more.
+            Refused: the quota of its class, or no capacity. NotFound: a class without a profile.
+            StaleEpoch: of a leader that leads no more.
         """
         self._lead(leader_epoch)
         if order.worker_id not in self.everyone:
-            self._check_quota(order)
-            self._check_denials(order)
-            self.begin(order)
+            try:
+                self._check_quota(order)
+                self._check_denials(order)
+                self.begin(order)
+            except ReadyplaneError:
+                self.refused += 1
+                raise
         return self._instance(order.worker_id)
 
     def begin(self, order: Order, how: Begin = Begin.COLD) -> SimWorker:
@@ -140,7 +145,6 @@ class SimActuator:
             if denial.role not in (None, order.role):
                 continue
             if denial.granted < 1:
-                self.refused += 1
                 raise Refused(f"order of {order.worker_id}", ["no capacity"], "ask again later")
             denial.granted -= 1
 
@@ -154,7 +158,6 @@ class SimActuator:
             if w.order.worker_class == order.worker_class
         )
         if held >= quota:
-            self.refused += 1
             why = f"{held} of {quota} GPUs of class {order.worker_class} are held"
             raise Refused(f"order of {order.worker_id}", [why], "wait until some are given back")
 
