@@ -46,6 +46,7 @@ def entry(attainment: float, gpu_hours: float, *, bound: bool = False) -> dict[s
     return {
         "fluid": {"0.1": scores(attainment, gpu_hours)},
         "event": {"0.1": scores(attainment, gpu_hours)},
+        "mode": "event",
         "chosen": 0.1,
         "reached": attainment >= 0.99,
         "bound": bound,
@@ -81,7 +82,7 @@ def an_input(t_ready_s: float, *, centre: bool) -> dict[str, Any]:
         "ours": {
             "scores": scores(0.995, 12.0),
             "trace": trace(),
-            "decisions": [{"at_s": 3.0, "summary": "prefill 2 -> 3: <b>demand</b>"}],
+            "decisions": [{"at_s": 3.0, "summary": "prefill 2 -> 3", "why": ["<b>demand</b>"]}],
         },
         "unexpected": ["it did not shrink"],
         "undercut": [],
@@ -108,13 +109,22 @@ def test_the_page_is_whole_and_needs_nothing_else(document: dict[str, Any]) -> N
     assert "http" not in text and "<script" not in text and "src=" not in text
     assert "an &lt;hour&gt; of chats" in text and "<b>demand</b>" not in text
     assert '<td class="best" title="knob 0.1, attainment 99.30%">11.00</td>' in text
-    assert '<td class="missed">90.00%</td>' in text
+    assert '<td class="missed" title="knob 0.1, event mode">90.00%</td>' in text
     assert "not as expected: it did not shrink" in text
     assert "trace not there" in text
     assert "r_median" not in text.split("<h2>")[0].replace(document["line"], "")
     assert "The bound was undercut" not in text
     document["undercut"] = ["hpa at 0.7"]
     assert "The bound was undercut" in page(document)
+
+
+def test_who_is_too_dear_to_be_confirmed_is_shown_in_brackets(document: dict[str, Any]) -> None:
+    document["inputs"]["60.0"]["entries"]["kpa"] |= {
+        "mode": "fluid",
+        "fluid": {"0.1": scores(0.999, 20.0)},
+        "event": {},
+    }
+    assert 'not confirmed">(20.00)</td>' in page(document)
 
 
 def test_factors_are_drawn_only_where_one_was_varied(document: dict[str, Any]) -> None:
@@ -126,8 +136,11 @@ def test_factors_are_drawn_only_where_one_was_varied(document: dict[str, Any]) -
 def test_the_sheet_has_a_row_for_every_run(document: dict[str, Any]) -> None:
     rows = list(csv.DictReader(io.StringIO(sheet(document))))
     assert len(rows) == 3 * 4 * 2
+    assert [(r["contender"], r["mode"], r["chosen"]) for r in rows[:2]] == [
+        ("readyplane", "fluid", "0"),
+        ("readyplane", "event", "1"),
+    ]
     first = rows[0]
-    assert (first["contender"], first["mode"], first["chosen"]) == ("readyplane", "fluid", "1")
     assert (first["gpu_hours"], first["osim_gpu_hours"], first["effect_s"]) == ("12.0", "9.0", "")
 
 

@@ -14,6 +14,7 @@ from readyplane_lab.proof.verdict import (
     next_knob,
     one_knob,
     summary,
+    worth_confirming,
 )
 
 A = 0.99
@@ -126,3 +127,23 @@ def test_captured_saving_and_the_code_ratio() -> None:
     )
     assert found.captured_servegen == 0.8  # (20 - 12) / (20 - 10)
     assert found.azure_code_ratio == 0.6
+
+
+def test_only_who_may_be_the_cheapest_is_worth_an_event_run() -> None:
+    swept = [
+        entry("cheap", (1, 0.985, 10.0), event=False),  # within the slack of the fluid mode
+        entry("near", (1, 0.995, 12.4), event=False),
+        entry("dear", (1, 0.999, 12.6), event=False),
+        entry("hopeless", (1, 0.5, 1.0), event=False),
+        entry(OURS, (1, 0.2, 99.0), event=False),
+        Entry("seer", (), (), bound=True),
+    ]
+    assert worth_confirming(swept, A) == {"cheap", "near", OURS, "seer"}
+
+
+def test_where_nobody_gets_there_the_nearest_are_looked_at() -> None:
+    swept = [
+        entry(name, (1, a, 5.0), event=False)
+        for name, a in zip("abc", (0.5, 0.9, 0.7), strict=True)
+    ]
+    assert worth_confirming(swept, A) == {"b", "c"}

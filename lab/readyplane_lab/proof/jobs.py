@@ -7,7 +7,7 @@ code is never taken for one of this. Hands result documents to the proof.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -32,6 +32,8 @@ from readyplane_lab.simulator.outcome import Floats, RunResult
 
 Mode = Literal["fluid", "event", "bound", "bracket"]
 TRACE_POINTS = 240
+DECISIONS_MAX = 400
+REASONS_SHOWN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,24 @@ def execute(job: Job) -> dict[str, Any]:
     document["scores"] = found.document()
     document["fielded"] = {"initial": fielded.initial, "convertible": fielded.convertible}
     document["trace"] = trace_of(run, case)
-    document["decisions"] = [dict(d) for d in run.decisions[:400]]
+    document["decisions"] = told(run.decisions)
     if job.check:
         document["unexpected"] = list(case.scenario.check(run))
     return document
+
+
+def told(decisions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a reader wants of decisions, oldest first."""
+    rows = [
+        {
+            "at_s": d["at_s"],
+            "summary": d["summary"],
+            "changes": d.get("changes") or [],
+            "why": [reason["text"] for reason in (d.get("reasons") or [])[:REASONS_SHOWN]],
+        }
+        for d in decisions
+    ]
+    return sorted(rows, key=lambda row: row["at_s"])[:DECISIONS_MAX]
 
 
 @lru_cache(maxsize=2)

@@ -186,11 +186,7 @@ def _grid(ask: Ask) -> list[tuple[float, float, int]]:
 
 
 def _chosen(document: Mapping[str, Any]) -> dict[str, float]:
-    knobs = {
-        name: entry["chosen"]
-        for name, entry in document["entries"].items()
-        if entry["chosen"] is not None
-    }
+    knobs = {name: entry["chosen"] for name, entry in document["entries"].items()}
     ours = entrants.contenders()[OURS]
     return {**knobs, OURS: ours.default}
 

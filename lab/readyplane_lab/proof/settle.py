@@ -14,9 +14,19 @@ from readyplane_lab.proof import entrants
 from readyplane_lab.proof.bounds import undercut
 from readyplane_lab.proof.jobs import Job, Mode, Results, execute
 from readyplane_lab.proof.port import Contender
-from readyplane_lab.proof.verdict import OURS, Entry, Input, Point, next_knob
+from readyplane_lab.proof.verdict import (
+    CONFIRMATIONS_MAX,
+    OURS,
+    Entry,
+    Input,
+    Point,
+    next_knob,
+    worth_confirming,
+)
 
 Tell = Callable[[str, float], None]
+EVENT_REQUESTS_MAX = 150_000
+"""Larger inputs get one event run for each contender worth it, and a bracket in the fluid mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +87,21 @@ def settle(errand: Errand, results: Results, tell: Tell) -> tuple[Input, dict[st
     steps = _Steps(errand, results, tell, total=_runs(errand, contenders))
     bound = steps.bound
     entries: dict[str, Entry] = {}
-    shown: dict[str, Any] = {}
+    sweeps: dict[str, dict[float, Mapping[str, Any]]] = {}
     for name, contender in contenders.items():
-        entries[name], shown[name] = _entry(errand, contender, steps)
+        entries[name], sweeps[name] = _swept(errand, contender, steps)
+    heavy = bound["requests"] > EVENT_REQUESTS_MAX
+    chosen = worth_confirming(list(entries.values()), errand.attainment)
+    shown: dict[str, Any] = {}
+    for name, entry in entries.items():
+        confirmed: dict[float, Mapping[str, Any]] = {}
+        if errand.events and name in chosen and not (heavy and entry.bound):
+            most = 1 if heavy else CONFIRMATIONS_MAX
+            entries[name], confirmed = _confirmed(errand, entry, steps, most=most)
+        shown[name] = _shown(errand, entries[name], sweeps[name], confirmed)
     mode: Mode = "event" if errand.events else "fluid"
-    bracket = steps.run(errand.job("bracket", knob=float(errand.events)))["bracket"]
+    by_events = errand.events and not heavy
+    bracket = steps.run(errand.job("bracket", knob=float(by_events)))["bracket"]
     ours = contenders[OURS]
     final = steps.run(errand.job(mode, OURS, ours.default))
     scores = final["scores"]
@@ -130,34 +150,50 @@ def _about(errand: Errand) -> dict[str, Any]:
     }
 
 
-def _entry(errand: Errand, contender: Contender, steps: _Steps) -> tuple[Entry, dict[str, Any]]:
-    sweep = {}
-    for knob in _knobs(errand, contender):
-        sweep[knob] = steps.run(errand.job("fluid", contender.name, knob))
-    entry = Entry(
-        contender=contender.name,
-        fluid=tuple(_point(knob, result["scores"]) for knob, result in sweep.items()),
-        bound=contender.bound,
-    )
-    confirmed: dict[float, Mapping[str, Any]] = {}
-    if errand.events:
-        while (chosen_knob := next_knob(entry, errand.attainment)) is not None:
-            run = steps.run(errand.job("event", contender.name, chosen_knob))
-            confirmed[chosen_knob] = run
-            point = _point(chosen_knob, run["scores"])
-            entry = Entry(entry.contender, entry.fluid, (*entry.event, point), bound=entry.bound)
-    else:
-        entry = Entry(entry.contender, entry.fluid, entry.fluid, bound=entry.bound)
-        confirmed = dict(sweep)
+def _swept(
+    errand: Errand, contender: Contender, steps: _Steps
+) -> tuple[Entry, dict[float, Mapping[str, Any]]]:
+    """Every knob in the fluid mode; without events that is all there is."""
+    sweep = {
+        knob: steps.run(errand.job("fluid", contender.name, knob))
+        for knob in _knobs(errand, contender)
+    }
+    fluid = tuple(_point(knob, result["scores"]) for knob, result in sweep.items())
+    event = () if errand.events else fluid
+    return Entry(contender.name, fluid, event, bound=contender.bound), sweep
+
+
+def _confirmed(
+    errand: Errand, entry: Entry, steps: _Steps, *, most: int
+) -> tuple[Entry, dict[float, Mapping[str, Any]]]:
+    """The points that matter, by events."""
+    runs: dict[float, Mapping[str, Any]] = {}
+    while (knob := next_knob(entry, errand.attainment, most=most)) is not None:
+        runs[knob] = steps.run(errand.job("event", entry.contender, knob))
+        point = _point(knob, runs[knob]["scores"])
+        entry = Entry(entry.contender, entry.fluid, (*entry.event, point), bound=entry.bound)
+    return entry, runs
+
+
+def _shown(
+    errand: Errand,
+    entry: Entry,
+    sweep: Mapping[float, Mapping[str, Any]],
+    confirmed: Mapping[float, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A contender as the report shows it: at its best point, of the mode that has one."""
     best = entry.best(errand.attainment)
-    chosen = best or max(entry.event, key=lambda p: (p.attainment, -p.gpu_hours), default=None)
-    return entry, {
+    points = entry.event or entry.fluid
+    chosen = best or max(points, key=lambda p: (p.attainment, -p.gpu_hours))
+    runs = confirmed or sweep
+    return {
         "fluid": {str(k): r["scores"] for k, r in sweep.items()},
         "event": {str(k): r["scores"] for k, r in confirmed.items()},
-        "chosen": None if chosen is None else chosen.knob,
+        "mode": "event" if confirmed else "fluid",
+        "chosen": chosen.knob,
         "reached": best is not None,
-        "bound": contender.bound,
-        "trace": None if chosen is None else confirmed[chosen.knob]["trace"],
+        "bound": entry.bound,
+        "trace": runs[chosen.knob]["trace"],
     }
 
 

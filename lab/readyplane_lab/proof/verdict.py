@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 FLUID_SLACK = 0.01
 """How far the fluid mode may be wrong about attainment before a point is not worth an event run."""
+FLUID_MARGIN = 1.25
+"""How much dearer than the cheapest a contender may look before it cannot be the best."""
+NEAREST = 2
 CONFIRMATIONS_MAX = 3
 OURS = "readyplane"
 STATIC_PEAK = "static-peak"
@@ -109,14 +112,14 @@ class Summary:
         return "bench-prove " + " ".join(shown)
 
 
-def next_knob(entry: Entry, attainment: float) -> float | None:
+def next_knob(entry: Entry, attainment: float, *, most: int = CONFIRMATIONS_MAX) -> float | None:
     """Which point of a sweep to confirm by events next; None when enough is known.
 
     The cheapest that the fluid mode lets through is tried first. If the events refuse it, the next
     dearer one; if they accept it, one cheaper one that the fluid mode refused by a little.
     """
     tried = {p.knob: p for p in entry.event}
-    if len(tried) >= CONFIRMATIONS_MAX:
+    if len(tried) >= most:
         return None
     ranked = sorted(entry.fluid, key=lambda p: (p.gpu_hours, p.knob))
     enough = [p for p in ranked if p.reaches(attainment)]
@@ -135,6 +138,27 @@ def next_knob(entry: Entry, attainment: float) -> float | None:
         ]
         return close[-1].knob if close else None
     return next((p.knob for p in enough if p.knob not in tried), None)
+
+
+def worth_confirming(entries: Sequence[Entry], attainment: float) -> set[str]:
+    """Which contenders to confirm by events: ours, the bounds, and whoever may be the cheapest.
+
+    The others keep the figure of the fluid mode, which says by how much they are out of reach.
+    Where the fluid mode lets nobody through, those that come nearest are looked at.
+    """
+    always = {e.contender for e in entries if e.bound or e.contender == OURS}
+    rivals = [e for e in entries if e.contender not in always and e.fluid]
+    cost = {
+        e.contender: min(
+            (p.gpu_hours for p in e.fluid if p.reaches(attainment - FLUID_SLACK)), default=math.inf
+        )
+        for e in rivals
+    }
+    least = min(cost.values(), default=math.inf)
+    if math.isinf(least):
+        nearest = sorted(rivals, key=lambda e: -max(p.attainment for p in e.fluid))
+        return always | {e.contender for e in nearest[:NEAREST]}
+    return always | {name for name, hours in cost.items() if hours <= FLUID_MARGIN * least}
 
 
 def summary(inputs: Sequence[Input], *, attainment: float) -> Summary:

@@ -14,7 +14,7 @@ from typing import Any
 from readyplane.core.errors import InvalidField
 from readyplane_lab.proof import entrants
 from readyplane_lab.proof.inputs import Case, make_case, overlaid
-from readyplane_lab.proof.jobs import trace_of
+from readyplane_lab.proof.jobs import told, trace_of
 from readyplane_lab.proof.measure import score
 from readyplane_lab.proof.ours import CONTENDER as OURS
 from readyplane_lab.proof.play import play_fielded
@@ -22,8 +22,6 @@ from readyplane_lab.proof.port import Contender, Fielded, Scenario, find
 from readyplane_lab.proof.report.picture import draw_runs
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_lab.workload.scaling import scaled
-
-DECISIONS_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +135,6 @@ def _run(case: Case, one: Player) -> dict[str, Any]:
         "knob": one.knob,
         "scores": found.document(),
         "trace": trace_of(run, case),
-        "decisions": [dict(d) for d in run.decisions[:DECISIONS_MAX]],
+        "decisions": told(run.decisions),
         "unexpected": list(unexpected),
     }

@@ -88,13 +88,13 @@ def _standings(centre: Sequence[Mapping[str, Any]], attainment: float) -> str:
     for one in centre:
         best = min(
             (
-                entry_hours(entry, one["mode"])
+                entry_hours(entry)
                 for name, entry in one["entries"].items()
                 if entry["reached"] and not entry["bound"]
             ),
             default=math.nan,
         )
-        cells = "".join(_cell(one, one["entries"].get(name), best) for name in names)
+        cells = "".join(_cell(one["entries"].get(name), best, attainment) for name in names)
         rows.append(
             f"<tr><td>{escape(one['about']['scenario'])}</td>"
             f"<td>{one['bound']['floor_gpu_hours']:.2f}</td>"
@@ -104,31 +104,41 @@ def _standings(centre: Sequence[Mapping[str, Any]], attainment: float) -> str:
     return (
         f"<h2>GPU-hours at {attainment:.1%}, each baseline at its best knob of this input</h2>"
         '<p class="dim">A contender that does not get there at any knob shows the attainment it '
-        "does reach. The cheapest rule that does not know the future is bold.</p>"
+        "does reach, or, in brackets, what the fluid mode has where it is too dear to be the best. "
+        "The cheapest that is no bound is bold.</p>"
         f'<div class="wide"><table><tr><th>input</th><th>floor</th><th>O_LB</th><th>O_SIM</th>'
         f"{head}</tr>{''.join(rows)}</table></div>"
     )
 
 
-def _cell(one: Mapping[str, Any], entry: Mapping[str, Any] | None, best: float) -> str:
-    if entry is None or entry["chosen"] is None:
+def _cell(entry: Mapping[str, Any] | None, best: float, asked: float) -> str:
+    if entry is None:
         return "<td>-</td>"
-    scores = _chosen(entry, one["mode"])
+    scores = _chosen(entry)
     if not entry["reached"]:
-        return f'<td class="missed">{scores["attainment"]:.2%}</td>'
+        return _unreached(entry, scores, asked)
     style = ' class="best"' if scores["gpu_hours"] <= best and not entry["bound"] else ""
     title = f"knob {entry['chosen']:g}, attainment {scores['attainment']:.2%}"
     return f'<td{style} title="{title}">{scores["gpu_hours"]:.2f}</td>'
 
 
-def _chosen(entry: Mapping[str, Any], mode: str) -> Mapping[str, Any]:
-    by_knob: Mapping[str, Mapping[str, Any]] = entry["event" if mode == "event" else "fluid"]
+def _unreached(entry: Mapping[str, Any], scores: Mapping[str, Any], asked: float) -> str:
+    """No figure: either it misses, or the fluid mode has it out of reach of the cheapest."""
+    title = f"knob {entry['chosen']:g}, {entry['mode']} mode"
+    enough = [s["gpu_hours"] for s in entry["fluid"].values() if s["attainment"] >= asked]
+    if entry["mode"] == "fluid" and enough:
+        return f'<td class="dim" title="{title}, not confirmed">({min(enough):.2f})</td>'
+    return f'<td class="missed" title="{title}">{scores["attainment"]:.2%}</td>'
+
+
+def _chosen(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    by_knob: Mapping[str, Mapping[str, Any]] = entry[entry["mode"]]
     return next(s for knob, s in by_knob.items() if float(knob) == entry["chosen"])
 
 
-def entry_hours(entry: Mapping[str, Any], mode: str) -> float:
+def entry_hours(entry: Mapping[str, Any]) -> float:
     """GPU-hours of a contender at its chosen knob."""
-    return float(_chosen(entry, mode)["gpu_hours"])
+    return float(_chosen(entry)["gpu_hours"])
 
 
 def _single_knob(document: Mapping[str, Any]) -> str:
@@ -235,7 +245,7 @@ def _input(one: Mapping[str, Any], colours: Mapping[str, str], attainment: float
 
 def _best_baseline(one: Mapping[str, Any]) -> str:
     found = [
-        (entry_hours(entry, one["mode"]), name)
+        (entry_hours(entry), name)
         for name, entry in one["entries"].items()
         if entry["reached"] and not entry["bound"] and name != OURS
     ]
@@ -246,8 +256,6 @@ def _pareto(one: Mapping[str, Any], colours: Mapping[str, str], attainment: floa
     series = []
     for name, entry in one["entries"].items():
         for mode, kind in (("fluid", "rings"), ("event", "dots")):
-            if mode == "event" and one["mode"] == "fluid":
-                continue
             rows = sorted(entry[mode].items(), key=lambda kv: kv[1]["gpu_hours"])
             series.append(
                 Series(
@@ -341,9 +349,7 @@ def _scores(one: Mapping[str, Any]) -> str:
     head = "".join(f"<th>{escape(text)}</th>" for text in SHOWN.values())
     rows = []
     for name, entry in one["entries"].items():
-        if entry["chosen"] is None:
-            continue
-        scores = _chosen(entry, one["mode"])
+        scores = _chosen(entry)
         cells = "".join(f"<td>{_number(scores[key])}</td>" for key in SHOWN)
         rows.append(f"<tr><td>{escape(name)} at {entry['chosen']:g}</td>{cells}</tr>")
     return f'<div class="wide"><table><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
@@ -351,7 +357,8 @@ def _scores(one: Mapping[str, Any]) -> str:
 
 def _decisions(decisions: Iterable[Mapping[str, Any]]) -> str:
     rows = [
-        f"<tr><td>{_number(d.get('at_s'))}</td><td>{escape(str(d.get('summary', '')))}</td></tr>"
+        f"<tr><td>{_number(d['at_s'])}</td><td>{escape(d['summary'])}</td>"
+        f"<td>{escape('; '.join(d['why']))}</td></tr>"
         for d in decisions
     ]
     if not rows:
@@ -359,7 +366,7 @@ def _decisions(decisions: Iterable[Mapping[str, Any]]) -> str:
     more = f", the first {DECISIONS_SHOWN} of {len(rows)}" if len(rows) > DECISIONS_SHOWN else ""
     return (
         f'<h3>Decisions of the planner{more}</h3><table class="text">'
-        "<tr><th>s</th><th>what and why</th></tr>"
+        "<tr><th>s</th><th>what</th><th>why</th></tr>"
         f"{''.join(rows[:DECISIONS_SHOWN])}</table>"
     )
 

@@ -58,10 +58,8 @@ def sheet(document: Mapping[str, Any]) -> str:
         }
         for name, entry in one["entries"].items():
             for mode in ("fluid", "event"):
-                if mode == "event" and one["mode"] == "fluid":
-                    continue
                 for knob, scores in entry[mode].items():
-                    chosen = entry["chosen"] is not None and float(knob) == entry["chosen"]
+                    chosen = mode == entry["mode"] and float(knob) == entry["chosen"]
                     row = {"contender": name, "knob": knob, "mode": mode, "chosen": int(chosen)}
                     writer.writerow({**one["about"], **row, **scores, **bounds})
     return text.getvalue()
