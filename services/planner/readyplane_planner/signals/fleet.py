@@ -6,9 +6,8 @@ Joins by (worker id, incarnation) and by nothing else. Ages are differences on t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from readyplane.core.identity import FieldDifference, KvFormat, compatible
+from readyplane.core.identity import FieldDifference, compatible
 from readyplane.core.worker import Role, Worker, WorkerState
 from readyplane_planner.signals.values import RouterSample, WorkerView
 
@@ -21,16 +20,18 @@ def workers(
         return (), 0
     before = {w.key: w for w in previous.workers} if previous is not None else {}
     living = [w for w in current.workers if w.state is not WorkerState.GONE]
-    router_now_s = max(
-        (t for w in living for t in (w.renewed_s, w.ready_s, w.draining_s) if t is not None),
-        default=0.0,
-    )
+    router_now_s = max((w.renewed_s for w in living), default=0.0)
+    for worker in living:
+        for since_s in (worker.ready_s, worker.draining_s):
+            if since_s is not None and since_s > router_now_s:
+                router_now_s = since_s
     unpairable = stranded(living)
+    # What is left of `before` when everyone alive is taken out has ended.
     views = tuple(
-        _view(w, before.get(w.key), router_now_s, unpairable.get(w.offer.worker_id, ""))
+        _view(w, before.pop(w.key, None), router_now_s, unpairable.get(w.offer.worker_id, ""))
         for w in living
     )
-    return views, len(before.keys() - {w.key for w in living})
+    return views, len(before)
 
 
 def stranded(workers: Sequence[Worker]) -> dict[str, str]:
@@ -39,12 +40,15 @@ def stranded(workers: Sequence[Worker]) -> dict[str, str]:
     Nobody is stranded while the other stage has nobody ready. Where not one pair of the two stages
     fits, only attached engines are: the planner's own workers are what new ones will fit.
     """
-    ready: dict[Role, list[tuple[Worker, KvFormat]]] = {Role.PREFILL: [], Role.DECODE: []}
-    for worker in workers:
-        if worker.state is WorkerState.READY and worker.serving is not None:
-            for stage, members in ready.items():
-                if worker.offer.role.serves(stage):
-                    members.append((worker, worker.serving.kv))
+    serving = [
+        (w, w.serving.kv) for w in workers if w.state is WorkerState.READY and w.serving is not None
+    ]
+    if all(kv == serving[0][1] for _w, kv in serving):
+        return {}
+    ready = {
+        stage: [(w, kv) for w, kv in serving if w.offer.role.serves(stage)]
+        for stage in (Role.PREFILL, Role.DECODE)
+    }
     formats = {stage: {kv for _w, kv in members} for stage, members in ready.items()}
     some_fit = bool(formats[Role.PREFILL] & formats[Role.DECODE])
     found: dict[str, str] = {}
@@ -74,12 +78,8 @@ def _view(
     usage = used / total if used is not None and total else None
     block = worker.serving.block_size if worker.serving is not None else 16
     kv_tokens = float(used * block) if used is not None else None
-    pace = _measured(worker, before)
-
-    def age(since: float | None) -> float | None:
-        return None if since is None else max(0.0, router_now_s - since)
-
-    offer = worker.offer
+    prefill_rate, dry_rate, iteration_s, decode_rate = _measured(worker, before)
+    offer, ready_s, draining_s = worker.offer, worker.ready_s, worker.draining_s
     return WorkerView(
         worker_id=offer.worker_id,
         incarnation=offer.incarnation,
@@ -93,8 +93,8 @@ def _view(
         node=offer.node,
         attached=offer.attached,
         scale_decision_id=offer.scale_decision_id,
-        ready_age_s=age(worker.ready_s),
-        drain_age_s=age(worker.draining_s),
+        ready_age_s=None if ready_s is None else max(0.0, router_now_s - ready_s),
+        drain_age_s=None if draining_s is None else max(0.0, router_now_s - draining_s),
         active=worker.active,
         promised_prefill_tokens=worker.promised_prefill_tokens,
         promised_kv_blocks=worker.promised_kv_blocks,
@@ -102,36 +102,30 @@ def _view(
         waiting=load.waiting,
         waiting_prefill_tokens=load.waiting_prefill_tokens,
         kv_usage=usage,
-        prefill_rate=pace.prefill_rate,
-        dry_rate=pace.dry_rate,
-        iteration_s=pace.iteration_s,
-        decode_rate=pace.decode_rate,
+        prefill_rate=prefill_rate,
+        dry_rate=dry_rate,
+        iteration_s=iteration_s,
+        decode_rate=decode_rate,
         kv_tokens=kv_tokens,
         failure=worker.progress.failure if worker.progress is not None else "",
         unpairable=unpairable,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Pace:
-    """What two reports of one life tell; see WorkerView."""
-
-    prefill_rate: float | None = None
-    dry_rate: float | None = None
-    iteration_s: float | None = None
-    decode_rate: float | None = None
+Pace = tuple[float | None, float | None, float | None, float | None]
+"""prefill_rate, dry_rate, iteration_s and decode_rate of a WorkerView."""
 
 
-def _measured(worker: Worker, before: Worker | None) -> _Pace:
+def _measured(worker: Worker, before: Worker | None) -> Pace:
     """Between two reports of one life. Iterations only where the worker ran at both ends: else
     they tell of its load, not of its speed.
     """
     if before is None or worker.ready_s is None:
-        return _Pace()
+        return None, None, None, None
     now, old = worker.load, before.load
     dt_s = (worker.renewed_s - now.age_s) - (before.renewed_s - old.age_s)
     if dt_s <= 0:
-        return _Pace()
+        return None, None, None, None
     rate = dry = iteration = decoded = None
     if now.prefill_tokens_total is not None and old.prefill_tokens_total is not None:
         grown = now.prefill_tokens_total - old.prefill_tokens_total
@@ -143,7 +137,7 @@ def _measured(worker: Worker, before: Worker | None) -> _Pace:
             iteration = dt_s / steps
     if now.decode_tokens_total is not None and old.decode_tokens_total is not None:
         decoded = max(0.0, (now.decode_tokens_total - old.decode_tokens_total) / dt_s)
-    return _Pace(rate, dry, iteration, decoded)
+    return rate, dry, iteration, decoded
 
 
 def generated(views: Sequence[WorkerView]) -> float | None:

@@ -20,6 +20,8 @@ from readyplane_planner.signals.values import (
     Signal,
 )
 
+_UNKNOWN = (Kind.MISSING, Kind.STALE, Kind.WARMING)
+
 
 def observe(
     *,
@@ -52,7 +54,7 @@ def observe(
         value = rates.get(name)
         return _signal(kind, value, unit, age_s, why)
 
-    gauge_kind = kind if kind in {Kind.MISSING, Kind.STALE} else Kind.FRESH
+    gauge_kind = kind if kind in (Kind.MISSING, Kind.STALE) else Kind.FRESH
     gauges = {name: samples.gauge(current, name, bad) for name in samples.GAUGES}
 
     def gauge(value: float | None, unit: str) -> Signal:
@@ -116,7 +118,7 @@ def _freshness(
 
 
 def _signal(kind: Kind, value: float | None, unit: str, age_s: float, why: str) -> Signal:
-    if kind in {Kind.MISSING, Kind.STALE, Kind.WARMING}:
+    if kind in _UNKNOWN:
         return Signal(kind, None, unit, age_s, why)
     if value is None:
         return Signal(Kind.MISSING, None, unit, age_s, "absent or refused")
