@@ -28,7 +28,7 @@ from readyplane_router.policy import RouterPolicy
 
 REQUEST_TIMEOUT_S = 120.0
 REPAIRS_MAX = 1
-BLOCKED_STEP_S = 0.1
+BLOCKED_STEP_S, BLOCKED_FOR_S = 0.1, 1.0
 LENT_TOKENS = 512.0
 TYPICAL_ISL = 1000.0
 
@@ -84,7 +84,8 @@ class Floor:
 
     def step(self, from_s: float, until_s: float) -> None:
         """Let time pass; in short pieces while the queue waits for sequences to end."""
-        while self.prefill.queue.blocked and until_s - from_s > BLOCKED_STEP_S:
+        queue = self.prefill.queue
+        while from_s - queue.blocked_s < BLOCKED_FOR_S and until_s - from_s > BLOCKED_STEP_S:
             self._piece(from_s, from_s + BLOCKED_STEP_S)
             from_s += BLOCKED_STEP_S
         self._piece(from_s, until_s)

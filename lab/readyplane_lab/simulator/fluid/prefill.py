@@ -57,12 +57,16 @@ def prefill_seconds(profile: ClassProfile, arrivals: Arrivals) -> Floats:
 
 
 class Queue:
-    """Rows that wait in the router, oldest first. Tokens count with their weights."""
+    """Rows that wait in the router, oldest first. Tokens count with their weights.
+
+    Attributes:
+        blocked_s: until when the oldest last found no decode worker that takes it.
+    """
 
     def __init__(self) -> None:
         self.rows: deque[int] = deque()
         self.requests = self.tokens = 0.0
-        self.blocked = False
+        self.blocked_s = -inf
 
     def push(self, row: int, tokens: float, weight: float) -> None:
         """At the end."""
@@ -135,8 +139,7 @@ class Servers:
         """Bind whoever can be bound before `until_s`."""
         queue, free = self.queue, self._free
         rows, isl, service_s, since_s = queue.rows, self._isl, self._service_s, self._since_s
-        earliest_s = from_s if queue.blocked else -inf
-        queue.blocked = False
+        earliest_s = from_s if queue.blocked_s >= from_s else -inf
         while rows:
             row = rows[0]
             free_s = free[0][0] if free else inf
@@ -153,7 +156,7 @@ class Servers:
                 queue.pop(isl[row], 1.0)
             else:
                 found = self._past(row, bound_s, until_s, book)
-                queue.blocked = True
+                queue.blocked_s = until_s
                 if found is None:
                     return
                 row = found
@@ -227,7 +230,6 @@ class Stream:
         span_s = until_s - from_s
         rate = sum(min(span_s, max(0.0, until_s - w.free_s)) for w in self._workers) / span_s
         clock_s = max(self._clock_s, from_s)
-        queue.blocked = False
         while queue.rows and rate > 0:
             row = queue.rows[0]
             weight, own_s = self._weight[row], self._service_s[row]
@@ -241,7 +243,7 @@ class Stream:
                 if start_s >= until_s:
                     break
                 if not book(row, start_s):
-                    queue.blocked = True
+                    queue.blocked_s = until_s
                     break
                 self._open, self._begun_s, self._left = True, start_s, weight * own_s
                 clock_s = start_s
