@@ -13,6 +13,7 @@ from readyplane.core.worker import Role
 from readyplane_lab.simulator.faults import (
     ClockStep,
     Crash,
+    NewArtifact,
     Partition,
     PlannerRestart,
     QuotaDenied,
@@ -239,3 +240,18 @@ def test_whatever_breaks_beside_the_requests_ends_the_run() -> None:
 
     with pytest.raises(ZeroDivisionError):
         world(Bug())  # type: ignore[arg-type]
+
+
+def test_a_roll_out_keeps_generations_apart_and_loses_nothing() -> None:
+    """Surge, move, retire: P and D of the new revision pair with each other alone."""
+    quick = {"up": {"cooldown_s": 1.0}, "min_ready_s": 1.0, "drain_deadline_s": 60.0}
+    long = steady(1.0, 90.0)
+    result = world(None, long, policy=quick, faults=(NewArtifact(5.0),))
+    assert ends(result) == {"finished": len(long)}
+    old = [w for w in result.lives if not w.decision_id]
+    new = [w for w in result.lives if w.decision_id]
+    assert len(old) == 4
+    assert all(w.drain_s is not None for w in old)
+    assert {w.pool for w in new if w.ready_s is not None} == {"prefill", "decode"}
+    # nobody goes before one of the new revision serves in each stage
+    assert min(w.drain_s or 0.0 for w in old) > max(w.ready_s or 0.0 for w in new[:2])

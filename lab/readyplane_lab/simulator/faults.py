@@ -131,6 +131,16 @@ class PlannerRestart:
     for_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class NewArtifact:
+    """No fault but a roll-out: another revision is published, which new workers are to serve.
+
+    Its KV fits none of the revision before, so generations stay apart.
+    """
+
+    at_s: float
+
+
 Fault = (
     Crash
     | Stall
@@ -146,4 +156,5 @@ Fault = (
     | SignalOutlier
     | ClockStep
     | PlannerRestart
+    | NewArtifact
 )

@@ -17,6 +17,7 @@ from readyplane.ports import Order
 from readyplane_lab.simulator import directives as do
 from readyplane_lab.simulator import faults
 from readyplane_lab.simulator.actuator import SimActuator
+from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.simulator.router import SimRouter
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.telemetry import SteppedClock, Telemetry
@@ -57,6 +58,7 @@ class Stage:
     sources: WeightSources
     telemetry: Telemetry
     mishaps: Mishaps
+    artifacts: Artifacts
     restart: Callable[[float], Awaitable[None]]
     order: Callable[[str, Role], Order]
 
@@ -80,6 +82,8 @@ class Script:
                 self._stage.wall.offset_s += by_s
             case faults.PlannerRestart(for_s=for_s):
                 await self._stage.restart(for_s)
+            case faults.NewArtifact():
+                self._stage.artifacts.publish()
             case faults.SourceDies():
                 self._stage.sources.next_dies()
             case faults.SourceLies():

@@ -22,13 +22,14 @@ from readyplane.core.errors import (
     StaleEpoch,
     Unavailable,
 )
-from readyplane.core.identity import KvFormat, Manifest
+from readyplane.core.identity import KvFormat
 from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import Segment, SegmentName, WeightTier
 from readyplane.core.worker import CheckResult, Lease, Role, Serving, StartProgress, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import Directive, KvEvent, KvEventBatch, Order, RankReport, Renewal, Router
 from readyplane_agent.lifecycle import STARTS, Event, State, holds_lease, step
+from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.simulator.engine import SimEngine
 from readyplane_lab.simulator.ledger import Account, Part
 from readyplane_lab.simulator.sources import WeightSources
@@ -66,7 +67,7 @@ class Site:
     """
 
     router: Router
-    manifest: Manifest
+    artifacts: Artifacts
     startup: StartUpModel
     sources: WeightSources
     draws: Draws
@@ -120,6 +121,7 @@ class SimWorker:
         self.unreachable_until_s = 0.0
         self.failure = ""
         self._site = site
+        self._manifest = site.artifacts.of(order.manifest_digest)
         self._told = told or profile
         self._named = start
         self._on_released = on_released
@@ -407,7 +409,7 @@ class SimWorker:
             self._epoch,
             rank=0,
             step=name,
-            manifest_digest=self._site.manifest.digest,
+            manifest_digest=self._manifest.digest,
         )
 
     def _offer(self) -> WorkerOffer:
@@ -419,7 +421,7 @@ class SimWorker:
             model=order.model,
             worker_class=order.worker_class,
             generation=order.generation,
-            manifest_digest=self._site.manifest.digest,
+            manifest_digest=self._manifest.digest,
             node=order.worker_id,
             scale_decision_id=order.scale_decision_id,
             ordered_ago_s=self._site.clock.monotonic_s() - self.allocated_s,
@@ -432,22 +434,22 @@ class SimWorker:
         )
 
     def _serving(self) -> Serving:
-        config = self._site.manifest.config
+        config = self._manifest.config
         return Serving(
             engine_url=self.engine_url,
-            kv=KvFormat(self._site.manifest.digest, block_size=self._site.block_size),
+            kv=KvFormat(self._manifest.digest, block_size=self._site.block_size),
             kv_total_blocks=self.engine.model.pool.total,
             block_size=self._site.block_size,
             max_model_len=int(config["max_model_len"]),
             profile=self._told.name,
             max_num_seqs=self.engine.model.max_num_seqs,
-            tokenizer_digest=self._site.manifest.tokenizer_digest,
+            tokenizer_digest=self._manifest.tokenizer_digest,
             tier=self.tier,
             mode=self.order.mode,
         )
 
     def _checks(self, group_epoch: int) -> tuple[CheckResult, ...]:
-        manifest = self._site.manifest
+        manifest = self._manifest
         golden = manifest.canary.golden_token_ids if manifest.canary else ()
         chunks = sum(len(f.chunks) for f in manifest.files)
         blocks = self.engine.model.pool.total
@@ -459,7 +461,7 @@ class SimWorker:
                 "tensors": len(manifest.tensors),
                 "tensors_expected": len(manifest.tensors),
                 "missing": [],
-                "ranks": self._site.manifest.tp,
+                "ranks": self._manifest.tp,
             },
             gc.KV_CONNECTOR: {"outbound": True, "inbound": True, "detail": "modelled"},
             gc.CANARY: {"token_ids": list(golden), "eos_ok": True, "sampling_ok": True},

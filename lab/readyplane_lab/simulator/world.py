@@ -17,7 +17,6 @@ from typing import Any
 
 from readyplane import profiles
 from readyplane.core.errors import InvalidField, NotFound, Unavailable
-from readyplane.core.identity import ArtifactKind, Canary, FileEntry, Manifest, TensorEntry
 from readyplane.core.profile import ClassProfile, LinkClass
 from readyplane.core.startup import StartMode
 from readyplane.core.work import Slo
@@ -26,6 +25,7 @@ from readyplane.kit.clock import cpu_s
 from readyplane.ports import Order
 from readyplane_lab.simulator import convertible, invariants
 from readyplane_lab.simulator.actuator import SimActuator
+from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.simulator.directives import Directive
 from readyplane_lab.simulator.faults import Fault
 from readyplane_lab.simulator.gateway import SimGateway
@@ -97,26 +97,6 @@ class WorldOptions:
     record: bool = True
 
 
-class Manifests:
-    """The part of a registry that router and planner read, with one artifact."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-
-    async def get_manifest(self, digest: str) -> Manifest:
-        """By digest."""
-        if digest != self.manifest.digest:
-            raise NotFound("artifact", digest)
-        return self.manifest
-
-    async def resolve(
-        self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
-    ) -> Manifest:
-        """Every name means the one artifact."""
-        del reference, kind, need
-        return self.manifest
-
-
 class World:
     """One run's world. Use `run_world`."""
 
@@ -124,7 +104,7 @@ class World:
         self.options = options
         self.clock = VirtualClock(loop)
         self.policy = read_policy(options.policy)
-        self.manifest = one_tensor_manifest(self.policy.model)
+        self.artifacts = Artifacts(self.policy.model)
         self.slo = Slo(self.policy.slo.ttft_s, self.policy.slo.tpot_s)
         self.classes = _classes(self.policy.prefill, self.policy.decode, options.classes)
         self.told = {name: self._told(profile) for name, profile in self.classes.items()}
@@ -142,14 +122,14 @@ class World:
             store=MemoryStore(self.clock),
             epochs=MemoryEpochs(),
             clock=self.clock,
-            registry=Manifests(self.manifest),
+            registry=self.artifacts,
             profiles={p.name: p for p in (*self.classes.values(), *self.told.values())},
             incarnation="router-0",
             policy=RouterPolicy(pair=PairPolicy(slo=self.slo)),
         )
         self._site = Site(
             router=self.router,
-            manifest=self.manifest,
+            artifacts=self.artifacts,
             startup=options.startup,
             sources=self.sources,
             draws=Draws(options.seed),
@@ -188,7 +168,7 @@ class World:
             policy=self.policy,
             router=self.router,
             actuator=self.actuator,
-            registry=Manifests(self.manifest),
+            registry=self.artifacts,
             journal=self._journal,
             leadership=Leadership(
                 self._leases,
@@ -247,7 +227,7 @@ class World:
             role=role,
             model=self.policy.model,
             worker_class=pool.worker_class,
-            manifest_digest=self.manifest.digest,
+            manifest_digest=self.artifacts.newest.digest,
             mode=StartMode(self.policy.start_mode),
         )
 
@@ -306,6 +286,7 @@ class World:
             sources=self.sources,
             telemetry=self.telemetry,
             mishaps=self.mishaps,
+            artifacts=self.artifacts,
             restart=self._restart_planner,
             order=self.order,
         )
@@ -519,16 +500,3 @@ def _from_zero(
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     return {name: [row.get(name) for row in rows] for name in names}
-
-
-def one_tensor_manifest(model: str) -> Manifest:
-    """An artifact of one tensor: the simulator moves no bytes, but the gate asks for identity."""
-    zero = "0" * 32
-    return Manifest(
-        kind=ArtifactKind.WEIGHTS,
-        model=model,
-        files=(FileEntry("model.safetensors", 4096, "sha256:" + "0" * 64, (zero,)),),
-        tensors=(TensorEntry("w", "U8", (1024,), "model.safetensors", 0, 1024),),
-        config={"max_model_len": 131_072, "vocab_size": 512, "eos_token_id": 2, "block_size": 16},
-        canary=Canary((3, 4, 5), (6, 7)),
-    )

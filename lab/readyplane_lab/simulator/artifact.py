@@ -1,0 +1,65 @@
+"""The artifacts of a simulated world: identities without bytes, and which one is meant now.
+
+Owns the part of a registry that router and planner read. A new revision is another identity, so its
+workers exchange no KV with those of the revision before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from readyplane.core.errors import NotFound
+from readyplane.core.identity import ArtifactKind, Canary, FileEntry, Manifest, TensorEntry
+
+
+class Artifacts:
+    """Revisions of one model; every name means the newest.
+
+    Attributes:
+        newest: what new workers are to serve.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._known: dict[str, Manifest] = {}
+        self.newest = self.publish()
+
+    def publish(self) -> Manifest:
+        """Another revision, from now on the newest."""
+        self.newest = one_tensor_manifest(self._model, len(self._known))
+        self._known[self.newest.digest] = self.newest
+        return self.newest
+
+    def of(self, digest: str) -> Manifest:
+        """By digest.
+
+        Raises:
+            NotFound: no such revision.
+        """
+        if digest not in self._known:
+            raise NotFound("artifact", digest)
+        return self._known[digest]
+
+    async def get_manifest(self, digest: str) -> Manifest:
+        """See `ports.Registry`."""
+        return self.of(digest)
+
+    async def resolve(
+        self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
+    ) -> Manifest:
+        """See `ports.Registry`."""
+        del reference, kind, need
+        return self.newest
+
+
+def one_tensor_manifest(model: str, revision: int = 0) -> Manifest:
+    """An artifact of one tensor: the simulator moves no bytes, but the gate asks for identity."""
+    zero = "0" * 32
+    return Manifest(
+        kind=ArtifactKind.WEIGHTS,
+        model=model,
+        files=(FileEntry("model.safetensors", 4096, f"sha256:{revision:064x}", (zero,)),),
+        tensors=(TensorEntry("w", "U8", (1024,), "model.safetensors", 0, 1024),),
+        config={"max_model_len": 131_072, "vocab_size": 512, "eos_token_id": 2, "block_size": 16},
+        canary=Canary((3, 4, 5), (6, 7)),
+    )
