@@ -5,14 +5,17 @@ Prints these lines at the end:
     bench-main first_answer_s= attainment= unexplained= route_p50_us= route_p99_us= route_per_s_16=
                route_cpu_us= sim_hour_s=
     bench-tick decide_ms_10= decide_ms_32= decide_ms_1000= tick_ms_10=
+    bench-sim azure_hour_s= us_per_request_1x= us_per_request_32= tick_ms=
 
 first_answer_s: from a fresh clone, with the dependencies installed and nothing downloaded, to the
 first answered request of `readyplane up`. attainment, unexplained: of `readyplane up --quick` on
 the Azure conversation trace. route_*: gRPC route plus complete against a router process with real
 stores, 8 prefill and 8 decode workers and prompts of 1,024 tokens; quantiles at 1 in flight,
-rate at 16; route_cpu_us is the router's own CPU. sim_hour_s: CPU seconds of the Azure conversation
-hour in the simulator on one core. decide_ms_*: CPU of one decision of the planner by the number of
-workers; tick_ms_10: of the whole round around it.
+rate at 16; route_cpu_us is the router's own CPU. sim_hour_s, azure_hour_s: CPU seconds of the Azure
+conversation hour in the simulator on one core. decide_ms_*: CPU of one decision of the planner by
+the number of workers; tick_ms_10: of the whole round around it. us_per_request_*: CPU of a
+simulated request, planner ticks included, in that hour and with some 32 workers; tick_ms: of a
+decision in the latter.
 
 A figure that could not be taken is printed as nan, with the reason above it.
 """
@@ -30,6 +33,7 @@ import time
 from pathlib import Path
 
 from bench.route import measure_routes
+from bench.sim import hour_s, measure_sim
 from bench.tick import measure_ticks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,21 +87,15 @@ def measure_up() -> dict[str, float]:
 
 def measure_hour() -> dict[str, float]:
     """sim_hour_s."""
-    from readyplane_lab.simulator.replay import Replay, run_replay
-    from readyplane_lab.workload.trace import read_trace
-
     if not TRACE.exists():
         print(f"no {TRACE}: the simulator was not measured", flush=True)
         return {"sim_hour_s": math.nan}
-    trace = read_trace(TRACE)
-    began_s = time.process_time()
-    report, _ = run_replay(Replay(trace.name, trace.requests))
-    seconds = time.process_time() - began_s
-    hours = {role: round(h, 2) for role, h in report["worker_hours"].items()}
-    print(
-        f"simulated hour: attainment {report['attainment']:.4f}, worker-hours {hours}", flush=True
-    )
-    return {"sim_hour_s": seconds}
+    return {"sim_hour_s": hour_s(TRACE)}
+
+
+def measure_simulator() -> dict[str, float]:
+    """The figures of `bench.sim`."""
+    return measure_sim(TRACE)
 
 
 MEASURES = (
@@ -105,6 +103,7 @@ MEASURES = (
     ("route", "bench-main", measure_routes),
     ("tick", "bench-tick", measure_ticks),
     ("hour", "bench-main", measure_hour),
+    ("sim", "bench-sim", measure_simulator),
 )
 
 

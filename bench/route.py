@@ -21,9 +21,11 @@ from readyplane.core.worker import Role
 from readyplane.kit.clock import SystemClock
 from readyplane.ports import Order
 from readyplane_lab.demo import MODEL, WORKER_CLASS
-from readyplane_lab.simulator.startup import Draws, StartUpModel, WeightSources
-from readyplane_lab.simulator.worker import SimWorker
-from readyplane_lab.simulator.world import one_tensor_manifest
+from readyplane_lab.simulator.artifact import Artifacts
+from readyplane_lab.simulator.ledger import Ledger
+from readyplane_lab.simulator.sources import WeightSources
+from readyplane_lab.simulator.startup import Draws, StartUpModel
+from readyplane_lab.simulator.worker import SimWorker, Site
 from readyplane_lab.up.processes import ProcessTable
 from readyplane_lab.up.services import Services
 from readyplane_lab.up.stores import connect_or_embed
@@ -67,7 +69,7 @@ async def _measure(folder: Path) -> dict[str, float]:
         try:
             await asyncio.gather(services.start(registry), services.start(router))
             client = RegistryClient(registry.grpc)
-            manifest = one_tensor_manifest(MODEL)
+            manifest = Artifacts(MODEL).newest
             await client.publish_manifest(manifest.document(), bytes_elsewhere=True)
             await client.aclose()
             pid = next(r.pid for r in table.running() if r.name == "router")
@@ -83,17 +85,16 @@ async def _with_workers(address: str, digest: str, router: psutil.Process) -> di
     )
     sources = WeightSources(startup, clock=clock)
     profile = profiles.load(WORKER_CLASS)
-    client = RouterClient(address)
+    client, ledger, artifacts = RouterClient(address), Ledger(clock), Artifacts(MODEL)
+    site = Site(client, artifacts, startup, sources, Draws(1), clock)
     workers = [
         SimWorker(
             Order(f"{role[0]}-{i}", role, MODEL, WORKER_CLASS, digest),
-            router=client,
-            manifest=one_tensor_manifest(MODEL),
+            site=site,
             profile=profile,
-            startup=startup,
-            sources=sources,
-            draws=Draws(1),
-            clock=clock,
+            role=role,
+            start=(role, i),
+            account=ledger.open(role, profile.gpus),
             on_released=lambda _: None,
         )
         for role in (Role.PREFILL, Role.DECODE)
