@@ -92,3 +92,17 @@ def test_convertible_decoders_take_prefill_work_within_their_bound() -> None:
     assert {w.pool for w in both.lives} == {"prefill", "decode"}
     assert both.targets == strict.targets  # still shown to the planner as decode workers
     assert np.median(both.served.ttft_s) < 0.5 * np.median(strict.served.ttft_s)
+
+
+def test_a_cold_cluster_begins_with_nobody_and_refuses_until_there_is_a_pair() -> None:
+    startup = StartUpModel().scaled_to(30.0)
+    run = world(Fixed((0.0, 2, 2)), steady(duration_s=90.0), initial=(0, 0), startup=startup).run()
+    assert all(life.allocated_s >= 0.0 and life.decision_id for life in run.lives)
+    ready_s = max(
+        min(w.ready_s or 0.0 for w in run.lives if w.pool == pool) for pool in ("prefill", "decode")
+    )
+    assert 20.0 < ready_s < 60.0
+    served = np.isfinite(run.served.ttft_s)
+    assert not served[run.served.at_s < ready_s - 21.0].any()  # the router waits 20 s at most
+    assert served[run.served.at_s > ready_s].all()
+    assert set(run.outcomes) == {"finished", "refused"}

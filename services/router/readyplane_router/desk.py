@@ -167,8 +167,10 @@ class Desk(Bookings):
             self.refused(verdict.kind, entry)
             self._fail(entry, self.error(verdict, entry.shape))
         elif _kind(verdict.regime) != entry.regime:
-            # An empty pool and a saturated one have budgets of their own (field report B90).
-            entry.regime, entry.regime_since_s = _kind(verdict.regime), now_s
+            # An empty pool and a saturated one have budgets of their own (field report B90). Who
+            # is looked at for the first time has waited since it came, behind others.
+            since_s = now_s if entry.regime else entry.regime_since_s
+            entry.regime, entry.regime_since_s = _kind(verdict.regime), since_s
         return verdict
 
     def verdict(self, entry: Waiting, *, now_s: float) -> Chosen | Wait | Shed:
