@@ -31,7 +31,6 @@ from readyplane_lab.simulator.faults import Fault
 from readyplane_lab.simulator.gateway import SimGateway
 from readyplane_lab.simulator.ledger import Ledger
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
-from readyplane_lab.simulator.outcome import Life
 from readyplane_lab.simulator.router import SimRouter
 from readyplane_lab.simulator.script import Mishaps, Script, Stage
 from readyplane_lab.simulator.sources import WeightSources
@@ -39,7 +38,13 @@ from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.simulator.telemetry import SteppedClock, Telemetry
 from readyplane_lab.simulator.watch import Witness
 from readyplane_lab.simulator.worker import BLOCK_SIZE, Begin, SimWorker, Site
-from readyplane_lab.simulator.world_result import WorldResult
+from readyplane_lab.simulator.world_result import (
+    WorldResult,
+    columns_of,
+    from_zero,
+    life_of,
+    row_of,
+)
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_planner.decide import decide
 from readyplane_planner.decide.follow import Brain
@@ -266,10 +271,13 @@ class World:
         return WorldResult(
             records=records,
             asked=tuple(r.osl for r in sorted(requests, key=lambda r: r.index)),
-            lives=tuple(self._life(w, began_s, ended_s) for w in self.actuator.everyone.values()),
+            lives=tuple(
+                life_of(w, prices=self.options.prices, began_s=began_s, ended_s=ended_s)
+                for w in self.actuator.everyone.values()
+            ),
             decisions=decisions,
-            series=_columns(self._rows),
-            targets=_from_zero(self.witness.targets, began_s),
+            series=columns_of(self._rows),
+            targets=from_zero(self.witness.targets, began_s),
             counts=self._counts(),
             seconds=ended_s - began_s,
             began_wall_s=began_wall_s,
@@ -400,18 +408,9 @@ class World:
         while True:
             with contextlib.suppress(Unavailable):  # the planner has not looked yet
                 state = await self.planner.state(self.policy.model)
-                self._rows.append(self._row(state, self.clock.monotonic_s() - began_s))
+                t_s = self.clock.monotonic_s() - began_s
+                self._rows.append({"t_s": t_s, "open": self.gateway.open, **row_of(state)})
             await self.clock.sleep(SAMPLE_EVERY_S)
-
-    def _row(self, state: Mapping[str, Any], t_s: float) -> dict[str, Any]:
-        row: dict[str, Any] = {"t_s": t_s, "open": self.gateway.open}
-        for name, pool in (state.get("pools") or {}).items():
-            for key in ("desired", "provisioned", "ready", "load", "queue_tokens"):
-                row[f"{name}.{key}"] = pool.get(key)
-        for name in ("ttft", "tpot"):
-            actual = state.get("latency", {}).get(name, {}).get("actual", {})
-            row[f"{name}.p90_s"] = actual.get("p90_s") if actual.get("count") else None
-        return row
 
     async def _decisions(self) -> tuple[dict[str, Any], ...]:
         if not self.options.record:
@@ -420,28 +419,6 @@ class World:
             model=self.policy.model, limit=DECISIONS_MAX, changes_only=True
         )
         return tuple(found)
-
-    def _life(self, worker: SimWorker, began_s: float, ended_s: float) -> Life:
-        def since(at_s: float | None) -> float | None:
-            return None if at_s is None else at_s - began_s
-
-        released_s = ended_s if worker.released_s is None else min(ended_s, worker.released_s)
-        worker_class = worker.order.worker_class
-        price = self.options.prices.get(worker_class, worker.profile.price_per_gpu_hour)
-        return Life(
-            worker_id=worker.order.worker_id,
-            pool=worker.pool,
-            worker_class=worker_class,
-            gpus=worker.profile.gpus,
-            price_per_gpu_hour=price,
-            allocated_s=worker.allocated_s - began_s,
-            ready_s=since(worker.ready_s),
-            drain_s=since(worker.drain_s),
-            released_s=released_s - began_s,
-            tier=str(worker.tier),
-            failure=worker.failure,
-            decision_id=worker.order.scale_decision_id,
-        )
 
     def _counts(self) -> dict[str, float]:
         engines = [w.engine.model.stats() for w in self.actuator.everyone.values()]
@@ -483,20 +460,3 @@ def _classes(
     """Profile of each worker class that may be ordered."""
     names = {**more, prefill.worker_class: prefill.profile, decode.worker_class: decode.profile}
     return {name: profiles.load(profile) for name, profile in sorted(names.items())}
-
-
-def _from_zero(
-    targets: Sequence[tuple[float, int, int]], began_s: float
-) -> tuple[tuple[float, int, int], ...]:
-    """Targets on the clock of the run: those in force at its beginning stand at 0."""
-    before = [t for t in targets if t[0] <= began_s]
-    after = [(at_s - began_s, p, d) for at_s, p, d in targets if at_s > began_s]
-    first = [(0.0, *before[-1][1:])] if before else []
-    if not first and after:
-        first = [(0.0, *after.pop(0)[1:])]
-    return (*first, *after)
-
-
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return {name: [row.get(name) for row in rows] for name in names}

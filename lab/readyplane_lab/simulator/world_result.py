@@ -1,9 +1,12 @@
-"""What a run of the world came to, request by request, and the same in the words of both modes."""
+"""What a run of the world came to, request by request, and the same in the words of both modes.
+
+Owns how what happened is told: times on the clock of the run, which begins with the first arrival.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +14,7 @@ import numpy as np
 
 from readyplane_lab.simulator.gateway import Record
 from readyplane_lab.simulator.outcome import Floats, Life, RunResult, Served
+from readyplane_lab.simulator.worker import SimWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +63,59 @@ class WorldResult:
             counts=self.counts,
             planner_s=self.planner_s,
         )
+
+
+def life_of(
+    worker: SimWorker, *, prices: Mapping[str, float], began_s: float, ended_s: float
+) -> Life:
+    """One allocation on the clock of the run; `prices` are those that are not the profile's."""
+
+    def since(at_s: float | None) -> float | None:
+        return None if at_s is None else at_s - began_s
+
+    released_s = ended_s if worker.released_s is None else min(ended_s, worker.released_s)
+    worker_class = worker.order.worker_class
+    return Life(
+        worker_id=worker.order.worker_id,
+        pool=worker.pool,
+        worker_class=worker_class,
+        gpus=worker.profile.gpus,
+        price_per_gpu_hour=prices.get(worker_class, worker.profile.price_per_gpu_hour),
+        allocated_s=worker.allocated_s - began_s,
+        ready_s=since(worker.ready_s),
+        drain_s=since(worker.drain_s),
+        released_s=released_s - began_s,
+        tier=str(worker.tier),
+        failure=worker.failure,
+        decision_id=worker.order.scale_decision_id,
+    )
+
+
+def row_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a series keeps of the planner's state."""
+    row: dict[str, Any] = {}
+    for name, pool in (state.get("pools") or {}).items():
+        for key in ("desired", "provisioned", "ready", "load", "queue_tokens"):
+            row[f"{name}.{key}"] = pool.get(key)
+    for name in ("ttft", "tpot"):
+        actual = state.get("latency", {}).get(name, {}).get("actual", {})
+        row[f"{name}.p90_s"] = actual.get("p90_s") if actual.get("count") else None
+    return row
+
+
+def from_zero(
+    targets: Sequence[tuple[float, int, int]], began_s: float
+) -> tuple[tuple[float, int, int], ...]:
+    """Targets on the clock of the run: those in force at its beginning stand at 0."""
+    before = [t for t in targets if t[0] <= began_s]
+    after = [(at_s - began_s, p, d) for at_s, p, d in targets if at_s > began_s]
+    first = [(0.0, *before[-1][1:])] if before else []
+    if not first and after:
+        first = [(0.0, *after.pop(0)[1:])]
+    return (*first, *after)
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Rows as columns; None where a row lacks one."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: [row.get(name) for row in rows] for name in names}
