@@ -104,11 +104,9 @@ MIXED = Made(
     ((0.0, 6, 3),),
     lives=(life("prefill", worker_class="a100-tp4"), life("decode", worker_class="h100-tp4")),
 )
-ROLLED = Made(
-    ((0.0, 3, 5),),
-    lives=(*FLEET, *(life("prefill", 300.0 + 240 * i) for i in range(4))),
-    late=((300.0, 350.0),),
-)
+OLD = tuple(replace(x, drain_s=500.0, released_s=520.0) for x in FLEET)
+NEW = (life("prefill", 310.0), life("decode", 310.0))
+ROLLED = Made(((0.0, 3, 5),), lives=(*OLD, *NEW), late=((300.0, 350.0),))
 SWING = Made(((0.0, 3, 5), (60.0, 5, 8)))
 DRAINED = Made(((0.0, 1, 5), (1000.0, 1, 3)))
 CROWD = Made(((0.0, 1, 2), (640.0, 2, 2)), 1500.0, lives=(*FLEET, life("prefill", 640.0)))
@@ -243,10 +241,13 @@ CASES: dict[str, tuple[Made, dict[str, Made]]] = {
     "rolling-upgrade": (
         ROLLED,
         {
-            "in place of six": replace(ROLLED, lives=FLEET),
-            "had not finished": replace(ROLLED, lives=(*ROLLED.lives, life(failure="reclaimed"))),
+            "nobody served": replace(ROLLED, lives=OLD),
+            "decode: all of the old": replace(
+                ROLLED, lives=(*OLD, NEW[0], life("decode", 450.0, took_s=70.0))
+            ),
+            "still served": replace(ROLLED, lives=(*OLD, *NEW, FLEET[0])),
             "ended: 100 failed": replace(ROLLED, outcomes=CUT),
-            "85%": replace(ROLLED, late=((300.0, 800.0),)),
+            "95%": replace(ROLLED, late=((300.0, 500.0),)),
         },
     ),
     "long-drain": (
