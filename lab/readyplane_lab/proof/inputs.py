@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ from readyplane_lab.proof.oracle.demand import (
     request_work,
 )
 from readyplane_lab.proof.port import Disturbances, Hindsight, Scenario, Setting
+from readyplane_lab.simulator.fluid import Arrivals, arrivals_of
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.workload.request import WorkloadRequest
 
@@ -64,6 +65,16 @@ class Case:
     startup: StartUpModel
     disturbances: Disturbances
     policy: Mapping[str, Any]
+    _columns: dict[int, Arrivals] = field(default_factory=dict, repr=False)
+
+    def arrivals(self, prefill_workers: int) -> Arrivals:
+        """The workload in columns, with the prefix cache of a first fleet; made once."""
+        if prefill_workers not in self._columns:
+            tokens = float(prefill_workers * self.setting.prefill.kv_capacity_tokens)
+            self._columns[prefill_workers] = arrivals_of(
+                self.requests, block_size=BLOCK_SIZE, cache_tokens=tokens
+            )
+        return self._columns[prefill_workers]
 
     @property
     def span_s(self) -> float:

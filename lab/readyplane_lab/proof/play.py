@@ -10,6 +10,8 @@ from readyplane_lab.simulator.fluid import FluidOptions, run_fluid
 from readyplane_lab.simulator.outcome import RunResult
 from readyplane_lab.simulator.world import WorldOptions, run_world
 
+FINE_SPAN_S, FINE_STEP_S, COARSE_STEP_S = 7200.0, 1.0, 5.0
+
 
 def play(case: Case, contender: Contender, knob: float, *, mode: str) -> RunResult:
     """Run it. `mode`: `event`, or `fluid`."""
@@ -19,7 +21,10 @@ def play(case: Case, contender: Contender, knob: float, *, mode: str) -> RunResu
 def play_fielded(case: Case, fielded: Fielded, *, mode: str) -> RunResult:
     """Run one that is ready to play; it keeps state, so it plays once."""
     if mode == "fluid":
-        return run_fluid(FluidOptions(**_options(case, fielded)), case.requests)
+        step_s = FINE_STEP_S if case.span_s <= FINE_SPAN_S else COARSE_STEP_S
+        options = FluidOptions(**_options(case, fielded), block_size=BLOCK_SIZE, step_s=step_s)
+        prefill_workers, _ = fielded.initial or case.setting.initial
+        return run_fluid(options, case.arrivals(prefill_workers))
     options = WorldOptions(**_options(case, fielded), block_size=BLOCK_SIZE)
     return run_world(options, case.requests).run()
 
