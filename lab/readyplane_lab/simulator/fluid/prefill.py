@@ -203,6 +203,7 @@ class Stream:
         self._service_s = service_s
         self._since_s = since_s
         self._workers: list[FluidWorker] = []
+        self._settled_s = -inf  # from then on all of them serve
         self._clock_s = 0.0
         self._left = 0.0
         self._begun_s = 0.0
@@ -213,6 +214,7 @@ class Stream:
     def join(self, worker: FluidWorker, now_s: float) -> None:
         """A worker is ready."""
         worker.free_s = now_s
+        self._settled_s = max(self._settled_s, now_s)
         self._workers.append(worker)
 
     def reopen(self, worker: FluidWorker, now_s: float) -> None:
@@ -227,8 +229,10 @@ class Stream:
     def serve(self, from_s: float, until_s: float, book: Book, done: Done) -> None:
         """Serve as much of the queue as the pool can until then."""
         queue, since_s = self.queue, self._since_s
-        span_s = until_s - from_s
-        rate = sum(min(span_s, max(0.0, until_s - w.free_s)) for w in self._workers) / span_s
+        rate = float(len(self._workers))
+        if from_s < self._settled_s:
+            span_s = until_s - from_s
+            rate = sum(min(span_s, max(0.0, until_s - w.free_s)) for w in self._workers) / span_s
         clock_s = max(self._clock_s, from_s)
         while queue.rows and rate > 0:
             row = queue.rows[0]
@@ -264,6 +268,7 @@ class Stream:
     def delay(self, worker: FluidWorker, now_s: float, for_s: float) -> None:
         """It stands still for a while."""
         worker.free_s = max(worker.free_s, now_s) + for_s
+        self._settled_s = max(self._settled_s, worker.free_s)
 
     def _learn(self, row: int, now_s: float) -> None:
         """Arriving work and its spread, over the last half minute."""

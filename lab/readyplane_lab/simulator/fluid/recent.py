@@ -11,6 +11,8 @@ from readyplane_planner.signals import Latency, Lengths, Priors
 
 PRIOR_OUTPUT = 256.0
 REFRESH_EVERY = 32.0
+ROWS_MIN = 16
+"""Requests and rows after which forecasts are made anew."""
 KNOWN_MIN = 20.0
 _ISL_MIDDLES = [(a + b) / 2 for a, b in zip(ISL_EDGES, (*ISL_EDGES[1:], 65536), strict=True)]
 _OSL_UPPER = (*OSL_EDGES[1:], 2 * OSL_EDGES[-1])
@@ -65,17 +67,18 @@ class RecentLengths:
         self._table = [[0.0] * len(OSL_EDGES) for _ in ISL_EDGES]
         self._factor = 0.5 ** (REFRESH_EVERY / half_life)
         self._quantile = quantile
-        self._since = 0.0
+        self._since, self._rows = 0.0, 0
         self._known: dict[int, tuple[float, float]] = {}
 
     def add(self, isl: float, osl: float, weight: float) -> None:
         """One finished row."""
         self._table[bisect_right(ISL_EDGES, isl) - 1][bisect_right(OSL_EDGES, osl) - 1] += weight
         self._since += weight
-        if self._since >= REFRESH_EVERY:
+        self._rows += 1
+        if self._since >= REFRESH_EVERY and self._rows >= ROWS_MIN:
             fade = self._factor ** (self._since / REFRESH_EVERY)
             self._table = [[fade * count for count in row] for row in self._table]
-            self._since = 0.0
+            self._since, self._rows = 0.0, 0
             self._known.clear()
 
     def forecast(self, isl: float) -> tuple[float, float]:
