@@ -22,9 +22,11 @@ def play_fielded(case: Case, fielded: Fielded, *, mode: str) -> RunResult:
     """Run one that is ready to play; it keeps state, so it plays once."""
     if mode == "fluid":
         step_s = FINE_STEP_S if case.span_s <= FINE_SPAN_S else COARSE_STEP_S
-        options = FluidOptions(**_options(case, fielded), block_size=BLOCK_SIZE, step_s=step_s)
         prefill_workers, _ = fielded.initial or case.setting.initial
-        return run_fluid(options, case.arrivals(prefill_workers))
+        return run_fluid(
+            FluidOptions(**_options(case, fielded), block_size=BLOCK_SIZE, step_s=step_s),
+            case.arrivals(prefill_workers),
+        )
     options = WorldOptions(**_options(case, fielded), block_size=BLOCK_SIZE)
     return run_world(options, case.requests).run()
 
