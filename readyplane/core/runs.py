@@ -8,7 +8,6 @@ chained, except speed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -73,16 +72,16 @@ class Runs(Generic[AnyRun]):
             return []
         where = self.where
         run = where.get(hashes[0])
-        if run is None:
-            if where.keys().isdisjoint(hashes):
-                before = len(where)
-                run = self._add(hashes)
-                if len(where) - before == len(hashes):
-                    return [run]
-                self.drop(run)  # some are given twice
-        elif run.hashes == hashes:
-            return [run]
-        return self._cut(hashes, add=True)
+        if run is not None:
+            return [run] if run.hashes == hashes else self._cut(hashes, add=True)
+        run = self._make(hashes)
+        for at, value in enumerate(hashes):
+            if value in where:  # known before, or given twice
+                for back in hashes[:at]:
+                    del where[back]
+                return self._cut(hashes, add=True)
+            where[value] = run
+        return [run]
 
     def known_of(self, hashes: tuple[int, ...]) -> list[AnyRun]:
         """Runs that make up exactly those of these blocks that are known."""
@@ -97,13 +96,15 @@ class Runs(Generic[AnyRun]):
         """Know its blocks no more."""
         where = self.where
         for value in run.hashes:
-            where.pop(value, None)
+            del where[value]
 
     def shorten(self, run: AnyRun, count: int) -> tuple[int, ...]:
         """Know its last `count` blocks no more, but at least one that stays; returns them."""
         gone = run.hashes[-count:]
         run.hashes = run.hashes[:-count]
-        deque(map(self.where.__delitem__, gone), maxlen=0)
+        where = self.where
+        for value in gone:
+            del where[value]
         return gone
 
     def split(self, run: AnyRun, at: int) -> tuple[AnyRun, AnyRun]:
@@ -116,8 +117,9 @@ class Runs(Generic[AnyRun]):
         return (run, new) if later else (new, run)
 
     def _add(self, hashes: tuple[int, ...]) -> AnyRun:
-        run = self._make(hashes)
-        self.where.update(dict.fromkeys(hashes, run))
+        run, where = self._make(hashes), self.where
+        for value in hashes:
+            where[value] = run
         return run
 
     def _cut(self, hashes: tuple[int, ...], *, add: bool) -> list[AnyRun]:
