@@ -122,6 +122,37 @@ def test_overrun_is_a_chance(
     assert more <= got + 1e-6
 
 
+@given(
+    start=st.floats(0, 1e7),
+    drift=st.floats(-1e6, 1e6),
+    variance=st.floats(0, 1e12),
+    within_s=st.floats(0, 1e5),
+    limit=st.floats(-10, 1e7),
+    share=st.floats(0.001, 0.5),
+)
+def test_a_search_asks_the_same_formula(
+    start: float, drift: float, variance: float, within_s: float, limit: float, share: float
+) -> None:
+    beyond = capacity.overruns(
+        share, start=start, drift=drift, variance=variance, within_s=within_s
+    )
+    assert beyond(limit) is (overrun(start, drift, variance, within_s, limit) > share)
+
+
+@given(
+    ready=st.integers(0, 5),
+    arrivals=st.lists(st.sampled_from([-1.0, 0.0, 1.0, 2.5, 2.5, 7.0, 40.0]), max_size=6),
+    within_s=st.floats(0, 50),
+)
+def test_steps_hold_each_worker_from_its_arrival_on(
+    ready: int, arrivals: list[float], within_s: float
+) -> None:
+    steps = Supply(ready, tuple(arrivals)).steps(within_s)
+    served = ready * within_s + sum(max(0.0, within_s - max(0.0, a)) for a in arrivals)
+    assert sum(lasts_s for _count, lasts_s in steps) == pytest.approx(within_s)
+    assert capacity.served_tokens(1.0, steps, math.inf) == pytest.approx(served)
+
+
 def test_zero_denominators_are_answers() -> None:
     """B13: no worker, no rate and no demand are ordinary at the beginning."""
 

@@ -8,7 +8,7 @@ quantile of its arrival on and not before (R1.3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -216,6 +216,37 @@ def overrun(start: float, drift: float, variance: float, within_s: float, limit:
     return chance if chance < 1.0 else 1.0
 
 
+def overruns(
+    share: float, *, start: float, drift: float, variance: float, within_s: float
+) -> Callable[[float], bool]:
+    """Whether `overrun` is beyond `share`, which is below 1, at a limit.
+
+    The same formula for a search among limits: what they share is worked out once, and the second
+    half only where the first does not decide.
+    """
+    if not (variance > 0 and within_s > 0 and variance * within_s > 0):
+        return lambda limit: overrun(start, drift, variance, within_s, limit) > share
+    sd, drifted, twice = math.sqrt(variance * within_s), drift * within_s, 2.0 * drift
+
+    def beyond(limit: float) -> bool:
+        if limit <= 0:
+            return True
+        direct = 0.5 * math.erfc((limit - start - drifted) / sd / _SQRT_2)
+        if direct > share:
+            return True
+        mirrored = (limit + start + drifted) / sd
+        power = twice * limit / variance
+        if mirrored > 30.0:
+            tail = power - mirrored * mirrored / 2.0 - math.log(mirrored * _SQRT_2_PI)
+            reflected = math.exp(min(0.0, tail))
+        else:
+            power = min(600.0, power)
+            reflected = math.exp(power) * (0.5 * math.erfc(mirrored / _SQRT_2))
+        return direct + reflected > share
+
+    return beyond
+
+
 def served_tokens(rate: float, steps: Iterable[tuple[int, float]], workers_max: float) -> float:
     """Tokens that a pool serves in these steps, with at most `workers_max` workers at a time."""
     tokens = 0.0
@@ -320,28 +351,28 @@ def _ttft_s(
     if workers <= 0 or model.rate <= 0:
         return max(at_least_s, WAIT_MAX_S if demand > 0 or backlog > 0 else own_s)
     rate, held = workers * model.rate, _in_service(model, workers)
-    late_max = 1.0 - quantile
     if ahead_s > 0:
-        drift = demand - served / ahead_s
-        variance = _variance(model, demand, rate)
-
-        def late(wait_s: float) -> bool:
-            return overrun(backlog, drift, variance, ahead_s, rate * wait_s + held) > late_max
-
+        late = overruns(
+            1.0 - quantile,
+            start=backlog,
+            drift=demand - served / ahead_s,
+            variance=_variance(model, demand, rate),
+            within_s=ahead_s,
+        )
     else:
 
-        def late(wait_s: float) -> bool:
-            return (1.0 if backlog > rate * wait_s + held else 0.0) > late_max
+        def late(limit: float) -> bool:
+            return backlog > limit
 
     low = max(0.0, at_least_s - own_s)
-    if not late(low):
+    if not late(rate * low + held):
         return max(at_least_s, own_s)
     high = max(1.0, 2.0 * low)
-    while late(high) and high < WAIT_MAX_S:
+    while late(rate * high + held) and high < WAIT_MAX_S:
         low, high = high, high * 2.0
     while high - low > 0.005 * high:
         middle = (low + high) / 2.0
-        low, high = (middle, high) if late(middle) else (low, middle)
+        low, high = (middle, high) if late(rate * middle + held) else (low, middle)
     return max(at_least_s, min(WAIT_MAX_S, high + own_s))
 
 
