@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 
 from readyplane.core.profile import ClassProfile
 from readyplane.core.work import Slo
+from readyplane_lab.simulator import convertible
 from readyplane_lab.simulator.fluid.arrivals import Arrivals
 from readyplane_lab.simulator.fluid.decode import Batch, DecodePool, Ends
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
@@ -29,7 +30,6 @@ from readyplane_router.policy import RouterPolicy
 REQUEST_TIMEOUT_S = 120.0
 REPAIRS_MAX = 1
 BLOCKED_STEP_S, BLOCKED_FOR_S = 0.1, 1.0
-LENT_TOKENS = 512.0
 TYPICAL_ISL = 1000.0
 
 
@@ -197,19 +197,30 @@ class Floor:
         """
         if not self._booked(row, at_s):
             return False
-        parts, service_s = self._place[row], self.rows.service_s[row]
+        parts = self._place[row]
         if any(batch.stall_s > self.router.pair.prefill_ahead_s for batch, _ in parts):
             self._unbook(row)
             return False
         end_s = at_s
-        chunks = math.ceil(self.rows.uncached[row] / LENT_TOKENS)
         for batch, part in parts:
-            taken_s = service_s + chunks * batch.iteration_s()
-            end_s = at_s + batch.stall_s + taken_s
+            chunks, service_s = self._chunked_s(row, batch)
+            end_s = at_s + batch.stall_s + service_s + chunks * batch.iteration_s()
             batch.stall_s += part * service_s / len(batch.workers)
             heappush(batch.joining, (max(end_s, batch.t), row, part))
         self._computes(row, end_s)
         return True
+
+    def _chunked_s(self, row: int, batch: Batch) -> tuple[int, float]:
+        """(chunks, seconds) of a prompt that is computed beside what the batch decodes."""
+        profile, isl = batch.profile, self.rows.isl[row]
+        most = max(1.0, convertible.chunk_tokens(profile) - batch.n / len(batch.workers))
+        done, chunks, seconds = isl - self.rows.uncached[row], 0, 0.0
+        while done < isl:
+            tokens = min(most, isl - done)
+            seconds += profile.prefill_s(tokens, done)
+            done += tokens
+            chunks += 1
+        return chunks, seconds
 
     def _refuse(self, now_s: float) -> None:
         """The router keeps nobody waiting for longer than its bound."""
