@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from readyplane.core.errors import StaleEpoch
 from readyplane.core.worker import Lease, Role, WorkerOffer, WorkerState
 from readyplane_lab.demo import DEMO_POLICY
 from readyplane_lab.simulator import world as simulated
 from readyplane_lab.simulator.faults import Partition
-from readyplane_lab.simulator.invariants import Broken, Epochs, bill_adds_up
+from readyplane_lab.simulator.invariants import Broken, bill_adds_up
 from readyplane_lab.simulator.loop import VirtualLoop, run_virtual
 from readyplane_planner.decide import Decision, Memory, Plan, StartOrder
 from readyplane_planner.signals import Observation
@@ -148,12 +149,20 @@ def test_lease_epochs_that_go_back_are_found(monkeypatch: pytest.MonkeyPatch) ->
         world(Fixed(*KEEP), faults=(Partition(5.0, Role.PREFILL, 12.0),))
 
 
-def test_a_leader_of_the_past_is_refused_and_a_number_that_goes_back_is_found() -> None:
-    epochs = Epochs("epoch of the leader")
-    epochs.take("actuator", 2)
-    epochs.take("actuator", 2)
+def test_a_leader_of_the_past_is_refused_and_an_epoch_that_goes_back_is_found() -> None:
+    loop = VirtualLoop()
+    made = simulated.World(simulated.WorldOptions(DEMO_POLICY), loop)
+    actuator = made.actuator
+
+    async def orders() -> None:
+        await actuator.provision(made.order("p-1", Role.PREFILL), leader_epoch=2)
+        with pytest.raises(StaleEpoch):
+            await actuator.provision(made.order("p-2", Role.PREFILL), leader_epoch=1)
+        actuator._leader_epoch = 0  # it forgets who led
+        await actuator.provision(made.order("p-2", Role.PREFILL), leader_epoch=1)
+
     with pytest.raises(Broken, match="epoch of the leader went back"):
-        epochs.take("actuator", 1)
+        run_virtual(orders(), loop=loop)
 
 
 class Wrong:
