@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from readyplane.core.errors import NoPair, ReadyplaneError
 from readyplane.core.profile import LinkClass
@@ -82,12 +83,18 @@ class SimGateway:
             priority=request.priority,
             tenant=request.tenant,
         )
+        task = asyncio.current_task()
+        assert task is not None
+        limit = _Limit(task)
+        timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, limit.reached)
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                record = await self._attempts(request, shape, began_s)
-        except TimeoutError:
+            record = await self._attempts(request, shape, began_s)
+        except asyncio.CancelledError:
+            if not limit.over or task.uncancel():
+                raise
             record = self._miss(request, "timed_out", "no end in time")
         finally:
+            timer.cancel()
             self.open -= 1
         self.records.append(record)
 
@@ -109,13 +116,20 @@ class SimGateway:
             except LegFailed as error:
                 self._drop(pair, shape.request_id)
                 await self._tell(
-                    pair, EventKind.LEG_FAILED, failed_worker_id=failed.worker_id, detail=error.why
+                    RequestEvent(
+                        pair.reservation_id,
+                        EventKind.LEG_FAILED,
+                        failed_worker_id=failed.worker_id,
+                        detail=error.why,
+                    )
                 )
                 if failed.too_late:
                     return self._miss(request, "failed", error.why)
                 replaces, avoid = pair.reservation_id, (failed.worker_id,)
             except BaseException:
-                await self._tell(pair, EventKind.ABORTED, detail="client left")
+                await self._tell(
+                    RequestEvent(pair.reservation_id, EventKind.ABORTED, detail="client left")
+                )
                 self._drop(pair, shape.request_id)
                 raise
         return self._miss(request, "failed", "both attempts failed")
@@ -142,26 +156,38 @@ class SimGateway:
                 _engine_request(request, shape.request_id, hashes, RequestMode.REMOTE_DECODE)
             )
             await p_leg.finished
-            await self._tell(pair, EventKind.PREFILL_DONE, cached_tokens=p_leg.cached_tokens)
+            await self._tell(
+                RequestEvent(
+                    pair.reservation_id,
+                    EventKind.PREFILL_DONE,
+                    cached_tokens=p_leg.cached_tokens,
+                )
+            )
             failed.worker_id = pair.decode.worker_id
             d_engine = self._engine(pair.decode.worker_id)
+            name = f"{shape.request_id}-d"
             leg = d_engine.submit(
-                _engine_request(
-                    request, f"{shape.request_id}-d", hashes, RequestMode.REMOTE_PREFILL
-                )
+                _engine_request(request, name, hashes, RequestMode.REMOTE_PREFILL)
             )
             wanted = await leg.kv_wanted
             failed.worker_id = pair.prefill.worker_id
             await self._transfer(pair, wanted.tokens)
             if not p_engine.kv_pulled(shape.request_id):
-                d_engine.abort(f"{shape.request_id}-d")
+                d_engine.abort(name)
                 raise LegFailed("the KV was no longer held by the prefill worker")
             failed.worker_id = pair.decode.worker_id
-            d_engine.kv_arrived(f"{shape.request_id}-d")
+            d_engine.kv_arrived(name)
             leg.cached_tokens = p_leg.cached_tokens
         first_s = await leg.first_token
         failed.too_late = True
-        await self._tell(pair, EventKind.FIRST_TOKEN, ttft_s=first_s - began_s, output_tokens=1)
+        await self._tell(
+            RequestEvent(
+                pair.reservation_id,
+                EventKind.FIRST_TOKEN,
+                ttft_s=first_s - began_s,
+                output_tokens=1,
+            )
+        )
         finished = await leg.finished
         return await self._finished(
             request, pair, leg.cached_tokens or 0, began_s, first_s, finished, repaired
@@ -182,12 +208,14 @@ class SimGateway:
         tpot_s = (finished.at_s - first_s) / later if later > 0 else 0.0
         attained = ttft_s <= self._slo.ttft_s and tpot_s <= self._slo.tpot_s
         await self._tell(
-            pair,
-            EventKind.FINISHED,
-            ttft_s=ttft_s,
-            tpot_s=tpot_s,
-            output_tokens=finished.output_tokens,
-            attained=attained,
+            RequestEvent(
+                pair.reservation_id,
+                EventKind.FINISHED,
+                ttft_s=ttft_s,
+                tpot_s=tpot_s,
+                output_tokens=finished.output_tokens,
+                attained=attained,
+            )
         )
         return Record(
             index=request.index,
@@ -220,10 +248,8 @@ class SimGateway:
             if (worker := self._workers.get(worker_id)) is not None:
                 worker.engine.abort(name)
 
-    async def _tell(self, pair: Pair, kind: EventKind, **facts: object) -> None:
-        await self._router.complete(
-            [RequestEvent(pair.reservation_id, kind, **facts)]  # type: ignore[arg-type]
-        )
+    async def _tell(self, event: RequestEvent) -> None:
+        await self._router.complete((event,))
 
     def _miss(self, request: WorkloadRequest, outcome: str, why: str) -> Record:
         return Record(
@@ -239,6 +265,19 @@ class SimGateway:
             repaired=False,
             detail=why,
         )
+
+
+@dataclass(slots=True)
+class _Limit:
+    """The time a request may take: `asyncio.timeout` at a fraction of its price."""
+
+    task: asyncio.Task[Any]
+    over: bool = False
+
+    def reached(self) -> None:
+        """End it."""
+        self.over = True
+        self.task.cancel()
 
 
 @dataclass(slots=True)

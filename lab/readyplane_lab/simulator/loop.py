@@ -225,7 +225,21 @@ class VirtualClock:
 
     async def sleep(self, seconds: float) -> None:
         """Wait in virtual time."""
-        await asyncio.sleep(max(0.0, seconds))
+        if seconds <= 0.0:
+            await asyncio.sleep(0)
+            return
+        future: asyncio.Future[None] = self._loop.create_future()
+        timer = self._loop.call_later(seconds, _wake, future)
+        try:
+            await future
+        except BaseException:
+            timer.cancel()
+            raise
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def run_virtual(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Result:

@@ -50,13 +50,14 @@ def check_events(events: Sequence[RequestEvent]) -> None:
         InvalidField: a time that is not finite and within a day, or a count out of its bounds.
     """
     for place, event in enumerate(events):
-        for name in ("ttft_s", "tpot_s"):
-            seconds = getattr(event, name)
+        for name, seconds in (("ttft_s", event.ttft_s), ("tpot_s", event.tpot_s)):
             if seconds is not None and not 0 <= seconds <= EVENT_S_MAX:  # NaN is neither
                 remedy = f"give finite seconds, 0 to {EVENT_S_MAX:g}, or nothing"
                 raise InvalidField(f"events[{place}].{name}", seconds, remedy)
-        for name in ("output_tokens", "cached_tokens"):
-            tokens = getattr(event, name)
+        for name, tokens in (
+            ("output_tokens", event.output_tokens),
+            ("cached_tokens", event.cached_tokens),
+        ):
             if tokens is not None and not 0 <= tokens <= EVENT_TOKENS_MAX:
                 remedy = f"give 0 to {EVENT_TOKENS_MAX} tokens"
                 raise InvalidField(f"events[{place}].{name}", tokens, remedy)

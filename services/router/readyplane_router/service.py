@@ -22,7 +22,7 @@ from readyplane.core.errors import (
 )
 from readyplane.core.profile import ClassProfile
 from readyplane.core.work import RequestEvent, RequestShape, reservation_id_of
-from readyplane.core.worker import CheckResult, Fleet, Lease, Serving, Worker, WorkerOffer
+from readyplane.core.worker import CheckResult, Fleet, Lease, Role, Serving, Worker, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import (
     GateVerdict,
@@ -252,7 +252,10 @@ class RouterService:
         for event in events:
             for model, desk in self.desks.items():
                 if event.reservation_id in desk.held:
-                    desk.event(event, owed.setdefault(model, Owed()), now_s=now_s)
+                    told = owed.get(model)
+                    if told is None:
+                        told = owed[model] = Owed()
+                    desk.event(event, told, now_s=now_s)
                     break
                 if desk.end_of_lost(event, now_s=now_s):
                     unknown += 1
@@ -261,7 +264,8 @@ class RouterService:
                 strangers.append(event)
         for model, told in owed.items():
             self._pump(model)
-            await self._ledger.tell(model, told)
+            if told.releases or told.grows:
+                await self._ledger.tell(model, told)
         if strangers:
             unknown += await self._ledger.strangers(strangers)
         return unknown
@@ -481,9 +485,11 @@ class RouterService:
         counters.repaired += bool(replaces)
         if desk.ends.found(replaces) is not None:
             return  # it has been counted when it came first; another router's, or life's, has not
-        isl = entry.shape.isl
-        held = desk.cached(entry, now_s=entry.arrived_s)
-        most = max((held.get(seat.key, 0) for seat in desk.prefills if not seat.shut), default=0)
+        isl, most = entry.shape.isl, 0
+        for key, tokens in desk.cached(entry, now_s=entry.arrived_s).items():
+            seat = desk.seats[key]
+            if tokens > most and not seat.shut and seat.role.serves(Role.PREFILL):
+                most = tokens
         counters.arrivals += 1
         counters.arrival_tokens += isl
         counters.arrival_uncached_tokens += max(1, isl - most)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from readyplane.core.work import ISL_EDGES, LengthStats, expected_remaining
 
+MEANS_MAX = 16_384
+
 
 @dataclass(slots=True)
 class Window:
@@ -88,6 +90,7 @@ class Lengths:
         self._quantile = quantile
         self._since = 0
         self._forecasts: dict[tuple[int, int], tuple[float, float]] = {}
+        self._means: dict[tuple[int, int], float] = {}  # by prompt and emitted tokens
         self._counts = self.stats.snapshot()
         self._snapshot: tuple[tuple[float, ...], ...] | None = self._counts
 
@@ -101,6 +104,7 @@ class Lengths:
             self.stats.age(self._factor)
             self._counts = self.stats.snapshot()
             self._forecasts.clear()
+            self._means.clear()
 
     def snapshot(self) -> tuple[tuple[float, ...], ...]:
         """The counts now."""
@@ -118,9 +122,13 @@ class Lengths:
 
     def remaining_in_all(self, requests: Iterable[tuple[int, int, int | None]]) -> float:
         """Sum of the means of many requests, each (isl, emitted, cap)."""
-        total = 0.0
+        total, means = 0.0, self._means
         for isl, emitted, cap in requests:
-            mean = self._forecast(isl, emitted)[0]
+            mean = means.get((isl, emitted))
+            if mean is None:
+                mean = self._forecast(isl, emitted)[0]
+                if len(means) < MEANS_MAX:
+                    means[isl, emitted] = mean
             if cap is not None and mean > cap - emitted:
                 mean = float(max(1, cap - emitted))
             total += mean

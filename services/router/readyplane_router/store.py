@@ -276,14 +276,23 @@ class _Model:
     snapshots: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
 
-def plus(one: Use, other: Use, sign: int = 1) -> Use:
-    """Sum or difference; never below zero."""
+def plus(one: Use, other: Use) -> Use:
+    """Sum."""
     return Use(
-        max(0, one.sequences + sign * other.sequences),
-        max(0, one.blocks + sign * other.blocks),
-        max(0, one.work_us + sign * other.work_us),
-        max(0, one.tokens + sign * other.tokens),
+        one.sequences + other.sequences,
+        one.blocks + other.blocks,
+        one.work_us + other.work_us,
+        one.tokens + other.tokens,
     )
+
+
+def less(one: Use, other: Use) -> Use:
+    """Difference; never below zero."""
+    sequences, blocks = one.sequences - other.sequences, one.blocks - other.blocks
+    work_us, tokens = one.work_us - other.work_us, one.tokens - other.tokens
+    if sequences < 0 or blocks < 0 or work_us < 0 or tokens < 0:
+        return Use(max(0, sequences), max(0, blocks), max(0, work_us), max(0, tokens))
+    return Use(sequences, blocks, work_us, tokens)
 
 
 class MemoryStore:
@@ -441,12 +450,16 @@ class MemoryStore:
         found.reservations[take.reservation_id] = _Reservation(
             list(take.sides), take.payload, self._clock.monotonic_s() + take.ttl_s
         )
-        used = tuple(seats[s.worker_id].used if s.worker_id in seats else Use() for s in take.sides)
+        used = tuple(
+            [seats[s.worker_id].used if s.worker_id in seats else Use() for s in take.sides]
+        )
         return Taken(take.payload, used=used)
 
     async def release(self, model: str, items: Sequence[tuple[str, int]]) -> int:
-        found = self._model(model)
-        return sum(not self._release(found, rid, side) for rid, side in items)
+        found, unknown = self._model(model), 0
+        for reservation_id, side in items:
+            unknown += not self._release(found, reservation_id, side)
+        return unknown
 
     async def grow(self, model: str, reservation_id: str, side: int, blocks: int) -> bool:
         found = self._model(model)
@@ -559,7 +572,7 @@ class MemoryStore:
             had.sides[index] = None
             seat = found.seats.get(side.worker_id)
             if seat is not None and seat.epoch == side.epoch:
-                seat.used = plus(seat.used, side.use, -1)
+                seat.used = less(seat.used, side.use)
         if which == ALL_SIDES or not any(had.sides):
             del found.reservations[reservation_id]
         return True

@@ -197,15 +197,20 @@ def _cheapest(
     best: _Pair | None = None
     bound = below + TIE_S
     for cost, used, seat, moved in decodes:
-        sharers = seat.transfers + 1
-        ways = [(itself[seat.key], 0.0)] if itself and seat.key in itself else []
+        ways = []
+        if itself and seat.key in itself:
+            ways.append((itself[seat.key], 0.0))
         if seat.kv.connector not in NO_CONNECTOR:
-            near = _best_of(on_node.get(seat.node), seat.kv_key)
-            if near is not None and near[2] is not seat:
-                ways.append((near, urgency * local.transfer_s(moved, sharers=sharers)))
+            near = on_node.get(seat.node)
+            if near is not None:
+                end = _best_of(near, seat.kv_key)
+                if end is not None and end[2] is not seat:
+                    way_s = local.transfer_s(moved, sharers=seat.transfers + 1)
+                    ways.append((end, urgency * way_s))
             far = overall.get(seat.kv_key)
-            if far is not None and far[2].node != seat.node and far[0] + cost <= bound:
-                ways.append((far, urgency * network.transfer_s(moved, sharers=sharers)))
+            if far is not None and far[0] + cost <= bound and far[2].node != seat.node:
+                way_s = network.transfer_s(moved, sharers=seat.transfers + 1)
+                ways.append((far, urgency * way_s))
         for end, way_s in ways:
             whole = end[0] + way_s + cost
             if whole > bound:
@@ -231,16 +236,16 @@ def _grouped(
         if seat.kv.connector in NO_CONNECTOR:
             continue
         had = overall.get(seat.kv_key)
-        if had is None or _before(end, had):
+        if had is None or (end[0] <= had[0] + TIE_S and _before(end, had)):
             overall[seat.kv_key] = end
         on_node.setdefault(seat.node, []).append(end)
     return overall, on_node, itself
 
 
-def _best_of(ends: Sequence[_P] | None, group: str) -> _P | None:
+def _best_of(ends: Sequence[_P], group: str) -> _P | None:
     """The best prefill end of a KV format among those of a node."""
     best: _P | None = None
-    for end in ends or ():
+    for end in ends:
         if end[2].kv_key == group and (best is None or _before(end, best)):
             best = end
     return best
