@@ -131,6 +131,7 @@ def row_text(row: Compared) -> str:
     parts.append(f"{row.ours['worker_s']:.0f} / {row.theirs['worker_s']:.0f}")
     parts.append(f"{row.ours['attainment']:.4f} / {row.theirs['attainment']:.4f}")
     parts.append(f"{row.ours['cached']:.3f} / {row.theirs['cached']:.3f}")
+    parts.append(f"{row.ours['lost']:.0f} / {row.theirs['lost']:.0f}")
     return " | ".join(parts) + " |"
 
 

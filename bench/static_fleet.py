@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from readyplane import profiles
 from readyplane.core.profile import LinkClass
+from readyplane.core.work import Slo
 from readyplane_lab.simulator.startup import StartUpModel
 from readyplane_lab.simulator.world import WorldOptions, run_world
 from readyplane_lab.workload.request import WorkloadRequest
@@ -22,7 +23,7 @@ from readyplane_planner.decide.values import Decision, Memory, Plan
 from readyplane_planner.signals import Observation
 
 Floats = NDArray[np.float64]
-TTFT_S, TPOT_S = 2.0, 0.05
+SLO = Slo(2.0, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ class Columns:
     worker_s: float
     cached: float
 
-    def attainment(self, ttft_s: float = TTFT_S, tpot_s: float = TPOT_S) -> float:
+    def attainment(self, slo: Slo = SLO) -> float:
         """Share of all arrivals within both bounds."""
-        good = (self.ttft_s <= ttft_s) & (np.nan_to_num(self.tpot_s) <= tpot_s)
+        good = (self.ttft_s <= slo.ttft_s) & (np.nan_to_num(self.tpot_s) <= slo.tpot_s)
         return float(good.sum() / (len(good) + self.lost))
 
     def figures(self) -> dict[str, float]:
@@ -61,6 +62,7 @@ class Columns:
             "worker_s": self.worker_s,
             "attainment": self.attainment(),
             "cached": self.cached,
+            "lost": float(self.lost),
         }
 
 
@@ -97,12 +99,14 @@ def simulate(
     tick_s: float = 5.0,
     targets: Sequence[tuple[float, int, int]] = (),
     startup_s: float = 5.0,
+    slo: Slo = SLO,
 ) -> Columns:
     """Play requests on workers of one profile (a name or a file).
 
     Args:
         fleet: (prefill, decode) workers from the beginning, for good unless there are `targets`.
         targets: (seconds, prefill, decode), ascending. startup_s: of a worker, always the same.
+        slo: what the router keeps decode workers within.
     """
     worker_class = profiles.load(profile).worker_class
     pools = {
@@ -116,7 +120,7 @@ def simulate(
     }
     policy = {
         "model": "static",
-        "slo": {"ttft_s": TTFT_S, "tpot_s": TPOT_S},
+        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
         "tick_s": tick_s,
         **pools,
     }

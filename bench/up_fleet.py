@@ -52,14 +52,13 @@ class Compared:
                 (f"{name} p{q}", float(np.nanpercentile(mine, q)), float(np.nanpercentile(his, q)))
                 for q in (50, 90, 99)
             ]
-        bounds = SLO.ttft_s, SLO.tpot_s
-        out.append(("attainment", ours.attainment(*bounds), theirs.attainment(*bounds)))
+        out.append(("attainment", ours.attainment(SLO), theirs.attainment(SLO)))
         return out
 
 
 def compare(requests: Sequence[WorkloadRequest], fleet: tuple[int, int]) -> Compared:
     """Run both."""
-    simulated = simulate(requests, fleet, WORKER_CLASS, link=LINK, tick_s=1.0)
+    simulated = simulate(requests, fleet, WORKER_CLASS, link=LINK, tick_s=1.0, slo=SLO)
     tally, late_s = asyncio.run(_drive(requests, fleet))
     return Compared(simulated, _columns(tally), late_s)
 

@@ -31,7 +31,7 @@ from readyplane_lab.workload.trace import read_trace
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("READYPLANE_DATA", ROOT.parent / "shared" / "data"))
 MOONCAKE_FLEETS = ((1, 1), (2, 1), (3, 1), (2, 2))
-AZURE_FLEETS = ((3, 2), (4, 2), (4, 3), (5, 3))
+AZURE_FLEETS = ((1, 2), (2, 2), (2, 3))
 UP_FLEET, UP_SECONDS = (3, 2), 150.0
 
 
@@ -96,17 +96,19 @@ def dynamo() -> None:
     """Dynamo's simulator."""
     print(
         "| fleet | theirs | mean TTFT ours / theirs, ms | P99 TTFT, ms | mean ITL, ms "
-        "| worker-seconds | attainment | cached |"
+        "| worker-seconds | attainment | cached | lost |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     conversation = trace("mooncake_conversation.jsonl.zst")
     rows = dynosim.compare(conversation, "h200-llama8b-fp8", MOONCAKE_FLEETS[:2], dynosim.STEPS)
     both = (dynosim.SHIPPED, dynosim.MATCHED)
     rows += dynosim.compare(conversation, "h200-llama8b-fp8", MOONCAKE_FLEETS[2:], both)
     scaled = dynosim.compare_scaling(conversation, "h200-llama8b-fp8", dynosim.MATCHED)
     print(dynosim.row_text(scaled))
-    print("\nAzure conversation, class h200-slow10\n")
-    azure = dynosim.compare(trace("azure2023_conv.csv.zst"), "h200-slow10", AZURE_FLEETS, both)
+    print("\nAzure conversation, class h100-tp4-llama70b\n")
+    azure = dynosim.compare(
+        trace("azure2023_conv.csv.zst"), "h100-tp4-llama70b", AZURE_FLEETS, both
+    )
     for name, some in (("azure-shipped", azure), ("azure-matched", azure)):
         print(_line(name, [r for r in some if r.variant == name.removeprefix("azure-")]))
     print(_line("shipped", [r for r in rows if r.variant == "shipped"]))
