@@ -15,6 +15,7 @@ from readyplane_agent.engines.modelled.core import EngineModel
 from readyplane_agent.engines.modelled.core_events import EngineRequest, Finished, TokensEmitted
 from readyplane_lab.proof.oracle.demand import (
     Work,
+    bursts,
     hindsight,
     ideal_cached,
     peak_workers,
@@ -185,12 +186,12 @@ def test_needs_by_hand() -> None:
     work = Work(*(np.array([v]) for v in (1.0, 1.95, 6.0, 1.0, 2.0)))
     known = hindsight(work, slo=SLO, step_s=1.0, span_s=6.0)
     assert known.work_p.tolist() == [0.0, 1.95, 0.0, 0.0, 0.0, 0.0]
-    assert known.load_p == pytest.approx([0.0, 1.0, 0.95, 0.0, 0.0, 0.0])
+    assert known.load_p == pytest.approx([0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
     assert known.need_p.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     # 6 worker-seconds of decode from 2.95 s on, over two seconds.
-    assert known.load_d == pytest.approx([0.0, 0.0, 0.15, 3.0, 2.85, 0.0])
-    assert known.need_d.tolist() == [0.0, 0.0, 1.0, 3.0, 3.0, 0.0]
-    assert peak_workers(known) == 3.0
+    assert known.load_d == pytest.approx([0.0, 0.0, 3.0, 3.0, 3.0, 0.0])
+    assert known.need_d.tolist() == [0.0, 0.0, 3.0, 3.0, 3.0, 0.0]
+    assert peak_workers(known) == 4.0
 
 
 @given(
@@ -210,6 +211,40 @@ def test_spreading_keeps_every_second_of_work(rows: list[tuple[float, float, flo
         for t in edges
     ]
     assert spread(begin, begin + length, amount, edges) == pytest.approx(exact, abs=1e-6)
+
+
+def test_a_burst_within_a_step_needs_more_than_the_mean() -> None:
+    """Four seconds of work in one moment of a step of 10 s, each to be done within 2 s."""
+    at_s, amount = np.array([12.0, 12.0]), np.array([2.0, 2.0])
+    need = bursts(at_s, amount, within_s=2.0, step_s=10.0, steps=4)
+    assert need.tolist() == [0.0, 2.0, 0.0, 0.0]
+    # Spread over two seconds more there is twice the time; across an edge both steps need it.
+    late = bursts(np.array([18.0, 20.0]), amount, within_s=2.0, step_s=10.0, steps=4)
+    assert late.tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert bursts(at_s, amount, within_s=2.0, step_s=0.1, steps=400).max() == 0.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 39), st.floats(0.01, 3.0)), min_size=1, max_size=30),
+    st.sampled_from([0.5, 2.0, 7.0]),
+)
+@settings(max_examples=80, deadline=None)
+def test_bursts_never_ask_for_more_than_the_densest_moment(
+    rows: list[tuple[float, float]], within_s: float
+) -> None:
+    """No stretch needs more than if all that is ever open together had to be done at once."""
+    at_s, amount = (np.array(column) for column in zip(*rows, strict=True))
+    need = bursts(at_s, amount, within_s=within_s, step_s=10.0, steps=4)
+    pairs = [
+        amount[(at_s >= a) & (at_s <= b)].sum() / (b - a + within_s)
+        for a in at_s
+        for b in at_s
+        if a <= b
+    ]
+    assert need.max() <= max(pairs) + 1e-9
+    for k in range(4):
+        if not ((at_s >= 10 * k - 10 - within_s) & (at_s < 10 * (k + 1))).any():
+            assert need[k] == 0.0 or within_s * 5 > 10
 
 
 def test_a_workload_on_one_instant_still_has_a_step() -> None:

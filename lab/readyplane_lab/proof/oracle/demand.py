@@ -42,6 +42,8 @@ from readyplane_lab.simulator.outcome import Floats
 from readyplane_lab.workload.request import WorkloadRequest
 
 ROUNDING = 1e-9
+STRETCHES_MAX = 400_000
+"""Ends of stretches that are looked at; longer workloads are looked at less finely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Foresight(Hindsight):
     """Hindsight with the needs before they are rounded up, for margins that multiply them.
 
     Attributes:
-        load_p, load_d: mean busy workers of each step when work is spread as late and as evenly as
+        load_p, load_d: workers that each step needs when work is spread as late and as evenly as
             the SLO allows.
     """
 
@@ -192,24 +194,26 @@ def ideal_cached(requests: Sequence[WorkloadRequest], block_size: int) -> Floats
 def hindsight(work: Work, *, slo: Slo, step_s: float, span_s: float) -> Foresight:
     """What arrives and what is needed in each step of [0, span].
 
-    The work of a request is spread evenly from its arrival over the time the SLO leaves: in the
-    prefill pool TTFT less one iteration, in the decode pool the longest residence. That is the
-    least need that a fluid of requests can have: what arrives in a window of that length is
-    finished one window later.
+    A step needs the larger of two. First its mean load, when the work of each request is spread
+    evenly from its arrival over the time that the SLO leaves: in the prefill pool TTFT less one
+    iteration, in the decode pool the longest residence. Second what its densest moments need to be
+    through one such time later (`bursts`), which a mean over a longer step hides.
 
     Args:
         step_s: of the grid. span_s: first to last arrival.
     """
     steps = max(1, int(np.ceil(span_s / step_s - ROUNDING)))
-    edges = step_s * np.arange(steps + 1, dtype=float)
+    edges: Floats = step_s * np.arange(steps + 1, dtype=np.float64)
     slack_s = np.maximum(slo.ttft_s - slo.tpot_s, work.prefill_s)
-    began_s = work.at_s + work.prefill_s
     at = np.clip((work.at_s / step_s).astype(int), 0, steps - 1)
     loads = [
-        np.diff(spread(begin, begin + length, amount, edges)) / step_s
-        for begin, length, amount in (
+        np.maximum(
+            np.diff(spread(begin_s, begin_s + length_s, amount, edges)) / step_s,
+            bursts(begin_s, amount, within_s=_mean(length_s, amount), step_s=step_s, steps=steps),
+        )
+        for begin_s, length_s, amount in (
             (work.at_s, slack_s, work.prefill_s),
-            (began_s, work.allowed_s, work.decode_s),
+            (work.at_s + work.prefill_s, work.allowed_s, work.decode_s),
         )
     ]
     return Foresight(
@@ -221,6 +225,46 @@ def hindsight(work: Work, *, slo: Slo, step_s: float, span_s: float) -> Foresigh
         load_p=loads[0],
         load_d=loads[1],
     )
+
+
+def bursts(at_s: Floats, amount: Floats, *, within_s: float, step_s: float, steps: int) -> Floats:
+    """Workers that the densest stretch of each step needs, by themselves.
+
+    What arrives from a first moment to a last one must be through `within_s` after the last, so it
+    needs its work over that whole time, workers from the first moment until then. Stretches of up
+    to half of `within_s`, and up to four times that, are looked at, as far as a step is longer; of
+    longer ones the mean tells.
+
+    Args:
+        at_s: when work arrives, sorted or not. amount: worker-seconds of it.
+    """
+    need = np.zeros(steps)
+    if not len(at_s):
+        return need
+    order = np.argsort(at_s, kind="stable")
+    total = np.concatenate(([0.0], np.cumsum(amount[order])))
+    when_s = at_s[order]
+    grain_s = max(within_s / 4.0, steps * step_s / STRETCHES_MAX)
+    ends_s: Floats = grain_s * np.arange(1, np.ceil(steps * step_s / grain_s) + 1)
+    behind = np.searchsorted(when_s, ends_s)
+    for length_s in within_s * np.array([0.5, 1.0, 2.0, 4.0]):
+        ahead = np.searchsorted(when_s, ends_s - length_s)
+        some = behind > ahead
+        if length_s > step_s or not some.any():
+            continue
+        first_s, due_s = when_s[ahead[some]], when_s[behind[some] - 1] + within_s
+        rate = (total[behind[some]] - total[ahead[some]]) / (due_s - first_s)
+        first = np.clip((first_s / step_s).astype(int), 0, steps - 1)
+        last = np.clip(np.ceil(due_s / step_s).astype(int) - 1, first, steps - 1)
+        for further in range(int((last - first).max()) + 1):
+            inside = first + further <= last
+            np.maximum.at(need, (first + further)[inside], rate[inside])
+    return need
+
+
+def _mean(values: Floats, weights: Floats) -> float:
+    total = float(weights.sum())
+    return float((values * weights).sum()) / total if total > 0 else float(values.mean())
 
 
 def spread(begin_s: Floats, end_s: Floats, amount: Floats, at_s: Floats) -> Floats:
