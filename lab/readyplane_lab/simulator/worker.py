@@ -128,6 +128,7 @@ class SimWorker:
         self._segments: list[Segment] = []
         self._lease: Lease | None = None
         self._step = ""
+        self._told_ready = False
         self._kv_sequence = 0
         self._kv_anew = False
         self._activated = asyncio.Event()
@@ -318,6 +319,8 @@ class SimWorker:
     async def _renew(self, *, drained: bool = False) -> tuple[Directive, ...]:
         answer = await self._asked(lambda: self._site.router.renew(self._renewal(drained)))
         self._lease = answer.lease
+        # The finished segments are told once more after admission, then never again.
+        self._told_ready = self.ready_s is not None
         self._kv_anew = self._kv_anew or any(d.kind == "replay_kv" for d in answer.directives)
         return answer.directives
 
@@ -335,7 +338,7 @@ class SimWorker:
             self.order.worker_id,
             self.incarnation,
             self._epoch,
-            progress=self._progress(),
+            progress=None if self._told_ready else self._progress(),
             load=self.engine.load() if self.ready_s is not None else None,
             kv_events=batches,
             drained=drained,
@@ -369,7 +372,7 @@ class SimWorker:
         """The lease anew, under the same incarnation; the router knows whether that may be."""
         self._lease = await self._site.router.register(self._offer())
         self._tell(Event.LEASE_REGRANTED)
-        self._kv_anew = True
+        self._kv_anew, self._told_ready = True, False
         if self._step and self.state in STARTS:
             await self._site.router.report_rank(self._report(self._step))
 
