@@ -26,6 +26,8 @@ from readyplane.core.worker import (
 )
 from readyplane.ports import Instance, LatencyWindow, ModelSignals, Order, RouterSignals
 from readyplane.profiles import load
+from readyplane_planner.decide import decide
+from readyplane_planner.decide.follow import Brain
 from readyplane_planner.journal import MemoryJournal
 from readyplane_planner.leadership import Leadership, MemoryLeaseStore
 from readyplane_planner.policy import Policy, read_policy
@@ -379,7 +381,9 @@ class Run:
         return {r.code for d in self.decisions[-last:] for r in d.why}
 
 
-async def planner(world: World, wanted: Policy | None = None, **upkeep: Any) -> Run:
+async def planner(
+    world: World, wanted: Policy | None = None, *, brain: Brain = decide, **upkeep: Any
+) -> Run:
     """A planner with memory stores that leads at once."""
     journal = MemoryJournal()
     ids = iter(range(10**9))
@@ -400,6 +404,7 @@ async def planner(world: World, wanted: Policy | None = None, **upkeep: Any) -> 
         clock=clock,
         make_id=lambda: f"{next(ids):06x}",
         upkeep=Upkeep(**upkeep),
+        brain=brain,
     )
     await service.begin()
     return Run(world, service, journal)

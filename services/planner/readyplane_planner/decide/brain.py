@@ -7,7 +7,7 @@ from dataclasses import replace
 from readyplane_planner import guard, optimise
 from readyplane_planner.decide import acting, demand, judging, outlook, reasons
 from readyplane_planner.decide.outlook import Both
-from readyplane_planner.decide.pools import Pool, census, eta_s
+from readyplane_planner.decide.pools import Pool, census, eta_s, not_draining
 from readyplane_planner.decide.values import (
     POOLS,
     Decision,
@@ -39,7 +39,7 @@ def decide(
         optimiser: proposes targets; guard judges whatever it proposes, and stands in for it when
             it fails (R23.2).
     """
-    limits, memory = judging.measured(observation, plan), _not_draining(observation, memory)
+    limits, memory = judging.measured(observation, plan), not_draining(observation, memory)
     pools = (
         census("prefill", observation, plan, memory, now_s=now_s),
         census("decode", observation, plan, memory, now_s=now_s),
@@ -96,14 +96,6 @@ def decide(
         degraded=_degraded(observation),
     )
     return decision, memory
-
-
-def _not_draining(observation: Observation, memory: Memory) -> Memory:
-    """A drain that was not taken is no drain: the worker counts as it stands, ready (B35)."""
-    refused = {r.worker_id for r in observation.refused}
-    if not refused:
-        return memory
-    return replace(memory, draining=tuple(d for d in memory.draining if d[0] not in refused))
 
 
 def _facts(observation: Observation, plan: Plan, pools: Both, memory: Memory) -> list[Reason]:

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from readyplane_planner import guard
 from readyplane_planner.capacity import Load
-from readyplane_planner.decide import acting
-from readyplane_planner.decide.pools import Pool, census, eta_s
+from readyplane_planner.decide import acting, judging
+from readyplane_planner.decide.pools import Pool, census, eta_s, not_draining
 from readyplane_planner.decide.values import (
     POOLS,
     Decision,
@@ -25,7 +25,7 @@ from readyplane_planner.decide.values import (
     Reason,
 )
 from readyplane_planner.forecast import Forecast
-from readyplane_planner.guard import Counts, Verdict
+from readyplane_planner.guard import Counts, Limits, Verdict
 from readyplane_planner.signals import Observation
 
 UNKNOWN_LOAD = Load(None, None, None, None, None)
@@ -78,6 +78,7 @@ def count_pools(
     observation: Observation, plan: Plan, memory: Memory, *, now_s: float
 ) -> Mapping[str, PoolCount]:
     """By pool name, from the same census that `follow` acts on."""
+    memory = not_draining(observation, memory)
     found = (census(name, observation, plan, memory, now_s=now_s) for name in POOLS)
     return {
         pool.name: PoolCount(
@@ -102,22 +103,23 @@ def follow(
         targets: of this tick. plan: bounds, budget, artifact and victims' rules.
         now_s: planner's monotonic clock. decision_id: becomes part of every new worker's name.
     """
+    memory = not_draining(observation, memory)
     pools = (
         census("prefill", observation, plan, memory, now_s=now_s),
         census("decode", observation, plan, memory, now_s=now_s),
     )
-    counts = (_counts(pools[0]), _counts(pools[1]))
+    counts = (_counts(pools[0], plan, memory), _counts(pools[1], plan, memory))
     wanted = (targets.prefill, targets.decode)
     limits = (plan.prefill.limits, plan.decode.limits)
+    before = [memory.guard(name).desired for name in POOLS]
     bounded = [
-        _verdict(pool.live if want is None else min(limit.high, max(limit.low, want)), pool)
-        for want, pool, limit in zip(wanted, pools, limits, strict=True)
+        _held(count, was) if plan.paused else _verdict(want, count, limit)
+        for want, count, limit, was in zip(wanted, counts, limits, before, strict=True)
     ]
     verdicts = guard.budgeted((bounded[0], bounded[1]), counts, limits, plan.budget_gpus)
     said = [Reason("followed", targets.why or "targets from elsewhere")]
     for name, verdict in zip(POOLS, verdicts, strict=True):
         said.extend(Reason(code, text, name) for code, text in verdict.reasons)
-    before = [memory.guard(name).desired for name in POOLS]
     acted = acting.act(observation, plan, memory, pools, verdicts, said, decision_id, now_s=now_s)
     after = [
         replace(acted.memory.guard(name), desired=verdict.target)
@@ -162,9 +164,18 @@ def follow(
     return decision, memory
 
 
-def _counts(pool: Pool) -> Counts:
-    return pool.counts(backlog=False, breach=False)
+def _counts(pool: Pool, plan: Plan, memory: Memory) -> Counts:
+    """A roll-out's extra workers stand beside the target here too."""
+    return judging.without_surge(pool.counts(backlog=False, breach=False), pool, plan, memory)
 
 
-def _verdict(target: int, pool: Pool) -> Verdict:
-    return Verdict(target, grow=max(0, target - pool.live), shrink=max(0, pool.live - target))
+def _verdict(want: int | None, count: Counts, limits: Limits) -> Verdict:
+    live = count.live
+    target = live if want is None else min(limits.high, max(limits.low, want))
+    return Verdict(target, grow=max(0, target - live), shrink=max(0, live - target))
+
+
+def _held(count: Counts, was: int | None) -> Verdict:
+    """Paused: whatever the rule wants, a person decides."""
+    text = "a person holds the targets"
+    return Verdict(count.live if was is None else was, reasons=(("paused", text),))

@@ -37,12 +37,12 @@ def counts(
     counts_p = pools[0].counts(backlog=waiting, breach=breach_p)
     counts_d = pools[1].counts(backlog=sequences > full > 0, breach=breach_d)
     return (
-        _without_surge(counts_p, pools[0], plan, memory),
-        _without_surge(counts_d, pools[1], plan, memory),
+        without_surge(counts_p, pools[0], plan, memory),
+        without_surge(counts_d, pools[1], plan, memory),
     )
 
 
-def _without_surge(counts: Counts, pool: Pool, plan: Plan, memory: Memory) -> Counts:
+def without_surge(counts: Counts, pool: Pool, plan: Plan, memory: Memory) -> Counts:
     """A roll-out's extra workers stand beside the target and must not become it."""
     desired = memory.guard(pool.name).desired
     current = memory.generation.digest

@@ -6,7 +6,7 @@ arriving capacity until the bound of its ETA has passed, then no more (B20, B36)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import WorkerState
@@ -89,6 +89,14 @@ def arrives_soon(age_s: float, quantiles: StartQuantiles) -> float | None:
         return None
     left_s = eta_s(age_s, quantiles, late=False)
     return left_s if left_s <= min(SOON_S, 0.5 * quantiles.p50_s) else None
+
+
+def not_draining(observation: Observation, memory: Memory) -> Memory:
+    """A drain that was not taken is no drain: the worker counts as it stands, ready (B35)."""
+    refused = {r.worker_id for r in observation.refused}
+    if not refused:
+        return memory
+    return replace(memory, draining=tuple(d for d in memory.draining if d[0] not in refused))
 
 
 def census(
