@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from readyplane.core.worker import Worker, WorkerState
+from readyplane.ports import Instance
 from readyplane_planner.actuators import Done
 from readyplane_planner.journal import Outcome
-from readyplane_planner.signals import Allocation
 from readyplane_planner.starts import StartBook, sample_document, sample_of, start_document
 
 TOLD_MAX = 20_000
@@ -41,28 +41,25 @@ class Follower:
     def look(
         self,
         workers: Iterable[Worker],
-        held: Iterable[Allocation],
+        instances: Iterable[Instance],
         *,
         fleet_known: bool,
         now_s: float,
         wall_s: float,
     ) -> None:
         """What the fleet and the actuator's list say now."""
-        by_id = {a.worker_id: a for a in held}
         alive: set[str] = set()
         for worker in workers:
             alive.add(worker.worker_id)
             decision_id = worker.offer.scale_decision_id
             self._tell(decision_id, worker.worker_id, "provisioned", wall_s, {})
             if worker.state in SERVING:
-                self._ready(worker, by_id.get(worker.worker_id), now_s=now_s, wall_s=wall_s)
-        for allocation in by_id.values():
-            if allocation.state == "failed":
-                code = allocation.exit_code
-                note = {"note": f"{allocation.reason or 'ended'} (exit code {code})"}
-                self._tell(
-                    allocation.scale_decision_id, allocation.worker_id, "failed", wall_s, note
-                )
+                self._ready(worker, instances, now_s=now_s, wall_s=wall_s)
+        for instance in instances:
+            if instance.state == "failed":
+                order, code = instance.order, instance.exit_code
+                note = {"note": f"{instance.reason or 'ended'} (exit code {code})"}
+                self._tell(order.scale_decision_id, order.worker_id, "failed", wall_s, note)
         if fleet_known:
             for worker_id, decision_id in list(self.draining.items()):
                 if worker_id not in alive:
@@ -75,13 +72,14 @@ class Follower:
         return out
 
     def _ready(
-        self, worker: Worker, allocation: Allocation | None, *, now_s: float, wall_s: float
+        self, worker: Worker, instances: Iterable[Instance], *, now_s: float, wall_s: float
     ) -> None:
         if worker.key in self.sampled:
             return
         self.sampled[worker.key] = None
         _bound(self.sampled)
-        ago_s = None if allocation is None else allocation.allocated_ago_s
+        mine = (i for i in instances if i.order.worker_id == worker.worker_id)
+        ago_s = next((i.allocated_ago_s for i in mine), None)
         sample = sample_of(worker, ordered_ago_s=ago_s, now_s=now_s)
         document: dict[str, Any] = {
             "start": start_document(worker),

@@ -135,7 +135,6 @@ class PlannerService:
         self._history = History()
         self._recent: deque[dict[str, Any]] = deque(maxlen=DECISIONS_SHOWN)
         self._last: Seen | None = None
-        self._pools: dict[str, dict[str, Any]] = {}
         self._plans: tuple[tuple[int, str, bool], Plan] | None = None
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
         self._kept_s: float | None = None
@@ -203,7 +202,9 @@ class PlannerService:
             for call in done:
                 self._metrics.call(self._policy.model, call.kind)
         now_s, wall_s = self._clock.monotonic_s(), self._clock.wall_s()
-        held = None if look.instances is None else allocations(look.instances)
+        held = None
+        if look.instances is not None:
+            held = allocations(look.instances, awaited=self._awaited())
         plan = self._plan(leading=leading)
         observation = observe(
             model=plan.model,
@@ -228,7 +229,7 @@ class PlannerService:
         workers = () if look.router is None else look.router.workers
         self._follower.look(
             workers,
-            held or (),
+            look.instances or (),
             fleet_known=look.router is not None,
             now_s=now_s,
             wall_s=wall_s,
@@ -243,7 +244,7 @@ class PlannerService:
         self._show(seen, leading=leading)
         if self._metrics is not None:
             took_s = self._clock.monotonic_s() - started_s
-            self._metrics.tick(seen, self._pools, memory, leading=leading, took_s=took_s)
+            self._metrics.tick(seen, state_pools(seen), memory, leading=leading, took_s=took_s)
         return decision
 
     async def aclose(self) -> None:
@@ -261,6 +262,14 @@ class PlannerService:
         advice = ADVISORY if self._hand.advisory else ""
         self._degraded = look.router_error or look.actuator_error or advice
         return look
+
+    def _awaited(self) -> set[str]:
+        """Workers of whose end a decision has to learn: ordered, or still known to the router.
+
+        The actuator tells of hundreds more, which ended long ago.
+        """
+        known = self._current.workers if self._current is not None else ()
+        return {o.worker_id for o in self._memory.orders}.union(w.worker_id for w in known)
 
     async def _lead(self) -> bool:
         try:
@@ -349,7 +358,7 @@ class PlannerService:
 
     def _drain_again(self, decision: Decision) -> None:
         """A drain that the router does not show was lost: it is told again."""
-        if self._hand.advisory:
+        if self._hand.advisory or not self._memory.draining:
             return
         fresh = {d.worker_id for d in decision.drains}
         leaving = dict(self._memory.draining)
@@ -378,12 +387,13 @@ class PlannerService:
         self, plan: Plan, observation: Observation, decision: Decision, wall_s: float
     ) -> Seen:
         return Seen(
-            plan=replace(plan, paused=self._policy.paused),
+            plan=plan,
             observation=observation,
             decision=decision,
             sample=self._current,
             worker_seconds=self._seconds.by_role(),
             wall_s=wall_s,
+            paused=self._policy.paused,
             degraded=self._degraded or self._resolve_error,
         )
 
@@ -392,8 +402,8 @@ class PlannerService:
         if not leading:
             holder = self._leadership.other or "nobody yet"
             seen = replace(seen, degraded=seen.degraded or f"standing by; {holder} leads")
-        self._last, self._pools = seen, state_pools(seen)
-        self._history.add(seen, self._pools)
+        self._last = seen
+        self._history.add(seen)
         if not self._watchers:
             return
         state = self._document(seen)
@@ -403,7 +413,7 @@ class PlannerService:
             queue.put_nowait(state)
 
     def _document(self, seen: Seen) -> dict[str, Any]:
-        return state_document(seen, self._pools, self._recent)
+        return state_document(seen, state_pools(seen), self._recent)
 
     async def state(self, model: str = "") -> dict[str, Any]:
         """See the port. Raises NotFound for another model, Unavailable before the first tick."""

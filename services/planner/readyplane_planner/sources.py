@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from readyplane.core.errors import ReadyplaneError
@@ -40,6 +40,7 @@ GAUGES = (
     "decoding_remaining_tokens",
     "decoding_kv_tokens",
 )
+ENDED = frozenset({"exited", "failed"})
 LATENCIES = ("ttft_actual", "ttft_predicted", "tpot_actual", "tpot_predicted")
 
 
@@ -123,8 +124,10 @@ def _latency(window: LatencyWindow) -> Latency:
     return Latency(window.window_s, window.count, window.p50_s, window.p90_s, window.p99_s)
 
 
-def allocations(instances: Sequence[Instance]) -> tuple[Allocation, ...]:
-    """Instances in the words of the brain."""
+def allocations(
+    instances: Sequence[Instance], *, awaited: Container[str]
+) -> tuple[Allocation, ...]:
+    """Instances in the words of the brain; of the ended, those whose workers are still awaited."""
     return tuple(
         Allocation(
             worker_id=i.order.worker_id,
@@ -143,4 +146,5 @@ def allocations(instances: Sequence[Instance]) -> tuple[Allocation, ...]:
             reason=i.reason,
         )
         for i in instances
+        if i.state not in ENDED or i.order.worker_id in awaited
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from readyplane.core.startup import (
@@ -118,7 +117,9 @@ class StartBook:
         key = (role, worker_class, mode, prior)
         known = self._known.get(key)
         if known is not None and now_s - known[0] < KNOWN_S_MAX:
-            return replace(known[1], age_s=known[1].age_s + now_s - known[0])
+            at_s, found = known
+            age_s = found.age_s + now_s - at_s
+            return StartQuantiles(found.p50_s, found.p90_s, found.p99_s, found.count, age_s)
         made = self._measure(role, worker_class, mode, prior, now_s)
         self._known[key] = now_s, made
         return made

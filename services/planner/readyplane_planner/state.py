@@ -10,18 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from readyplane.core.worker import Worker, WorkerState
+from readyplane.core.worker import Role, Worker, WorkerState
 from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Plan, PoolDecision
 from readyplane_planner.signals import Allocation, Latency, Observation, RouterSample
 from readyplane_planner.starts import start_document
 
 HISTORY_MAX = 900
 POINT = ("desired", "provisioned", "ready", "load")
+STEMS = ("ttft", "tpot")
+"""The latency of each pool, in the order of POOLS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one tick knows."""
+    """What one tick knows. `paused`: by the policy; a plan also holds while another planner leads."""
 
     plan: Plan
     observation: Observation
@@ -29,43 +31,40 @@ class Seen:
     sample: RouterSample | None
     worker_seconds: Mapping[str, float]
     wall_s: float
+    paused: bool = False
     degraded: str = ""
 
 
 class History:
-    """The last HISTORY_MAX points, one a tick, in parallel lists."""
+    """The last HISTORY_MAX points, one row a tick; lists by name only when somebody looks."""
 
     def __init__(self) -> None:
-        self._t: deque[float] = deque(maxlen=HISTORY_MAX)
-        self._lists: dict[str, deque[float | None]] = {}
+        self._rows: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_MAX)
 
-    def add(self, seen: Seen, pools: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the point of one tick; `pools` is that part of its document."""
-        self._t.append(seen.wall_s)
-        for pool in POOLS:
-            for key in POINT:
-                self._put(f"{pool}.{key}", pools[pool][key])
-        for name, pool in (("ttft", "prefill"), ("tpot", "decode")):
-            actual = seen.observation.latency.get(f"{name}_actual")
-            known = actual is not None and actual.count > 0
-            self._put(f"{name}_actual_p90_s", actual.p90_s if known and actual else None)
-            self._put(f"{name}_predicted_s", pools[pool]["predicted_s"])
+    def add(self, seen: Seen) -> None:
+        """Take the point of one tick."""
+        row: list[float | None] = [seen.wall_s]
+        latency = seen.observation.latency
+        for name, stem in zip(POOLS, STEMS, strict=True):
+            pool = seen.decision.pool(name)
+            provisioned, ready = _capacity(name, seen)
+            row += (pool.target, provisioned, ready, pool.load.value)
+            actual = latency.get(f"{stem}_actual")
+            row.append(actual.p90_s if actual is not None and actual.count > 0 else None)
+            row.append(pool.load.predicted_s)
+        self._rows.append(tuple(row))
 
     def document(self) -> dict[str, Any]:
         """The lists as JSON."""
-        latencies = {
-            name: list(self._lists.get(name, ()))
-            for stem in ("ttft", "tpot")
-            for name in (f"{stem}_actual_p90_s", f"{stem}_predicted_s")
-        }
-        pools = {
-            pool: {key: list(self._lists.get(f"{pool}.{key}", ())) for key in POINT}
-            for pool in POOLS
-        }
-        return {"t_s": list(self._t), **pools, **latencies}
-
-    def _put(self, name: str, value: float | None) -> None:
-        self._lists.setdefault(name, deque(maxlen=HISTORY_MAX)).append(value)
+        width = 1 + (len(POINT) + 2) * len(POOLS)
+        columns = iter([list(c) for c in zip(*self._rows, strict=True)] or [[]] * width)
+        out: dict[str, Any] = {"t_s": list(next(columns))}
+        latencies: dict[str, Any] = {}
+        for name, stem in zip(POOLS, STEMS, strict=True):
+            out[name] = {key: list(next(columns)) for key in POINT}
+            latencies[f"{stem}_actual_p90_s"] = list(next(columns))
+            latencies[f"{stem}_predicted_s"] = list(next(columns))
+        return {**out, **latencies}
 
 
 def state_document(
@@ -79,7 +78,7 @@ def state_document(
     return {
         "now_s": seen.wall_s,
         "model": plan.model,
-        "paused": plan.paused,
+        "paused": seen.paused,
         "policy_version": plan.version,
         "slo": {"ttft_s": plan.ttft_s, "tpot_s": plan.tpot_s},
         "degraded": seen.degraded or decision.degraded,
@@ -90,7 +89,7 @@ def state_document(
                 "actual": _latency(seen.observation.latency.get(f"{name}_actual")),
                 "predicted": _latency(seen.observation.latency.get(f"{name}_predicted")),
             }
-            for name in ("ttft", "tpot")
+            for name in STEMS
         },
         "counters": _counters(sample, seen.worker_seconds),
         "workers": _workers(workers, seen.observation, decision),
@@ -108,19 +107,7 @@ def state_pools(seen: Seen) -> dict[str, dict[str, Any]]:
 def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) -> dict[str, Any]:
     role, rate, observation = ROLE_OF[name], pool.worker_rate, seen.observation
     mine = [w for w in workers if w.role.serves(role) and w.state is not WorkerState.GONE]
-    states = [w.state for w in mine]
-    stranded = {w.worker_id for w in observation.workers if w.unpairable}
-    able = states.count(WorkerState.READY)
-    ready = able - sum(w.state is WorkerState.READY and w.offer.worker_id in stranded for w in mine)
-    alive = {w.worker_id for w in mine}
-    # The actuator also tells of capacity that runs but holds no lease yet (R1.1).
-    unleased = sum(
-        1
-        for a in observation.allocations
-        if a.role.serves(role) and a.state == "running" and a.worker_id not in alive
-    )
-    leased = sum(1 for s in states if s in {WorkerState.PROVISIONED, WorkerState.STALLED})
-    provisioned = able + leased + unleased
+    provisioned, ready = _capacity(name, seen)
     usages = [
         w.load.kv_used_blocks / w.load.kv_total_blocks
         for w in mine
@@ -134,7 +121,7 @@ def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) 
         "desired": pool.target,
         "provisioned": provisioned,
         "ready": ready,
-        "draining": states.count(WorkerState.DRAINING),
+        "draining": sum(w.state is WorkerState.DRAINING for w in mine),
         "desired_rate": pool.target * rate,
         "provisioned_rate": provisioned * rate,
         "ready_rate": ready * rate,
@@ -155,6 +142,27 @@ def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) 
         "active": sum(w.active for w in mine),
         "correction": pool.correction,
     }
+
+
+def _capacity(name: str, seen: Seen) -> tuple[int, int]:
+    """(provisioned, ready) workers of a pool; of the ready, those who have a partner."""
+    serving = (ROLE_OF[name], Role.BOTH)
+    views = seen.observation.workers
+    alive: set[str] = set()
+    ready = provisioned = 0
+    for view in views:
+        if view.role in serving:
+            alive.add(view.worker_id)
+            if view.state is WorkerState.READY:
+                provisioned += 1
+                ready += not view.unpairable
+            elif view.state in (WorkerState.PROVISIONED, WorkerState.STALLED):
+                provisioned += 1
+    # The actuator also tells of capacity that runs but holds no lease yet (R1.1).
+    for held in seen.observation.allocations:
+        if held.state == "running" and held.role in serving and held.worker_id not in alive:
+            provisioned += 1
+    return provisioned, ready
 
 
 def _forecast(pool: PoolDecision) -> dict[str, Any]:

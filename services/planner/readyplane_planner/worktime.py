@@ -25,10 +25,13 @@ class WorkerSeconds:
         """Take the actuator's list; None (it did not answer) changes nothing."""
         if instances is None:
             return
+        listed: set[str] = set()
         for instance in instances:
-            worker_id, role = instance.order.worker_id, str(instance.order.role)
+            worker_id = instance.order.worker_id
+            listed.add(worker_id)
             if worker_id in self._closed:
                 continue
+            role = str(instance.order.role)
             ended_ago_s = instance.exited_ago_s
             if ended_ago_s is None:
                 self._live[worker_id] = (role, instance.allocated_ago_s)
@@ -37,7 +40,6 @@ class WorkerSeconds:
             cost_s = max(0.0, instance.allocated_ago_s - ended_ago_s)
             self._ended[role] = self._ended.get(role, 0.0) + cost_s
             self._closed[worker_id] = None
-        listed = {i.order.worker_id for i in instances}
         for worker_id in [w for w in self._live if w not in listed]:
             role, cost_s = self._live.pop(worker_id)
             self._ended[role] = self._ended.get(role, 0.0) + cost_s

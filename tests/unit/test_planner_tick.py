@@ -1,0 +1,97 @@
+"""What a tick leaves out: documents nobody asked for, and instances that ended long ago."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from readyplane.core.worker import Role, WorkerState
+from readyplane.ports import Order
+from readyplane_planner.decide import Decision, Memory, Plan, decide
+from readyplane_planner.signals import Observation
+from tests.unit.planner_world import DIGEST, MODEL, Box, HandClock, World, planner
+
+
+def ended(world: World, count: int) -> None:
+    """Instances that the actuator still lists and nobody waits for."""
+    for i in range(count):
+        order = Order(f"old-{i}", Role.PREFILL, MODEL, "h200-slow10", DIGEST)
+        gone_s = world.clock.now_s - 500.0
+        world.boxes[order.worker_id] = Box(
+            order, gone_s - 100.0, gone_s - 90.0, WorkerState.GONE, exited_s=gone_s, failed=True
+        )
+
+
+async def test_a_decision_reads_of_the_ended_only_who_is_awaited() -> None:
+    looked: list[Observation] = []
+
+    def brain(
+        observation: Observation, plan: Plan, memory: Memory, *, now_s: float, decision_id: str
+    ) -> tuple[Decision, Memory]:
+        looked.append(observation)
+        return decide(observation, plan, memory, now_s=now_s, decision_id=decision_id)
+
+    world = World(HandClock(), rps=lambda _t: 2.0, hang=lambda order: order.role is Role.DECODE)
+    ended(world, 50)
+    run = await planner(world, brain=brain)
+    await run.step(2)
+    assert {a.worker_id[:2] for a in looked[-1].allocations} == {"p-", "d-"}
+    starting = next(b for b in world.boxes.values() if b.order.role is Role.DECODE)
+    starting.exited_s, starting.failed, starting.leased = world.clock.now_s, True, False
+    await run.step(1)
+    mine = [a for a in looked[-1].allocations if a.worker_id == starting.order.worker_id]
+    assert [a.state for a in mine] == ["failed"]
+    assert "start_failed" in run.codes()
+    await run.step(3)
+    assert starting.order.worker_id not in {a.worker_id for a in looked[-1].allocations}
+
+
+async def test_a_worker_that_fails_after_the_router_forgot_it_is_still_told_of() -> None:
+    world = World(HandClock(), rps=lambda _t: 2.0)
+    run = await planner(world)
+    await run.step(20)
+    box = world.members(Role.PREFILL, WorkerState.READY)[0]
+    box.exited_s, box.failed, box.leased = world.clock.now_s, True, False
+    await run.step(1)
+    told = await run.journal.outcomes(MODEL, "failed", limit=10)
+    assert [o.subject for o in told] == [box.order.worker_id]
+
+
+async def test_nobody_watches_and_no_document_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await planner(World(HandClock(), rps=lambda _t: 2.0))
+    await run.step(2)
+
+    def made(*_arguments: Any) -> Any:
+        raise AssertionError("a document was made")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("readyplane_planner.service.state_document", made)
+        patch.setattr("readyplane_planner.service.state_pools", made)
+        await run.step(20)
+    assert (await run.service.state())["pools"]["prefill"]["desired"] == run.desired[-1][1]
+
+
+async def test_the_history_is_what_the_states_said() -> None:
+    run = await planner(World(HandClock(), rps=lambda t: 1.0 + t / 10.0))
+    assert run.service._history.document()["prefill"] == {
+        "desired": [],
+        "provisioned": [],
+        "ready": [],
+        "load": [],
+    }
+    said: list[dict[str, Any]] = []
+    for _ in range(40):
+        await run.step(1)
+        said.append(await run.service.state())
+    history = said[-1]["history"]
+    assert history["t_s"] == [s["now_s"] for s in said]
+    for pool in ("prefill", "decode"):
+        for key, values in history[pool].items():
+            assert values == [s["pools"][pool][key] for s in said], (pool, key)
+    for stem, pool in (("ttft", "prefill"), ("tpot", "decode")):
+        assert history[f"{stem}_predicted_s"] == [s["pools"][pool]["predicted_s"] for s in said]
+        assert history[f"{stem}_actual_p90_s"] == [
+            s["latency"][stem]["actual"]["p90_s"] for s in said
+        ]
+    assert len(set(history["prefill"]["ready"])) > 1
