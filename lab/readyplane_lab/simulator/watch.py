@@ -52,7 +52,8 @@ class Witness:
         self.fallbacks += after.fallbacks - memory.fallbacks
         self.overrides.update(Counter(after.overrides) - Counter(memory.overrides))
         wanted = (decision.prefill.target, decision.decode.target)
-        if not self.targets or self.targets[-1][1:] != wanted:
+        # A planner that only watches, because another leads, sets no targets.
+        if not self.targets or (not plan.paused and self.targets[-1][1:] != wanted):
             self.targets.append((now_s, *wanted))
         self._on_tick()
         return decision, after

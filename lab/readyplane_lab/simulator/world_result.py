@@ -46,7 +46,7 @@ class WorldResult:
             return np.array([np.inf if v is None else v for v in values], dtype=np.float64)
 
         return RunResult(
-            span_s=records[-1].at_s - records[0].at_s,
+            span_s=records[-1].at_s,
             lives=self.lives,
             served=Served(
                 at_s=column("at_s"),
@@ -95,7 +95,7 @@ def row_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a series keeps of the planner's state."""
     row: dict[str, Any] = {}
     for name, pool in (state.get("pools") or {}).items():
-        for key in ("desired", "provisioned", "ready", "load", "queue_tokens"):
+        for key in ("desired", "provisioned", "ready", "draining", "load", "queue_tokens"):
             row[f"{name}.{key}"] = pool.get(key)
     for name in ("ttft", "tpot"):
         actual = state.get("latency", {}).get(name, {}).get("actual", {})
