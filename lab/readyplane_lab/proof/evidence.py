@@ -20,6 +20,8 @@ from readyplane_lab.simulator.outcome import Life, RunResult
 PREFILL, DECODE = POOLS = ("prefill", "decode")
 NOMINAL_T_READY_S = 60.0
 """Of the centre point. Scenarios that depend on T_ready are laid out for it."""
+WARM_S = 400.0
+"""From then on nobody is excused by the fleet of the beginning, however long starts take."""
 
 
 def unmet(*claims: tuple[bool, str]) -> tuple[str, ...]:
@@ -94,12 +96,25 @@ def attains(
     return found >= share, f"{found:.1%} of the arrivals{when} met both targets, not {share:.0%}"
 
 
-def finishes(run: RunResult, share: float = 1.0) -> tuple[bool, str]:
-    """The claim that at least that share of all requests finished."""
+def finishes(run: RunResult, share: float = 1.0, *, besides: str = "") -> tuple[bool, str]:
+    """The claim that at least that share of all requests finished, or ended as `besides` says."""
     ended = sum(run.outcomes.values())
-    others = {name: count for name, count in run.outcomes.items() if name != "finished"}
+    others = {n: c for n, c in run.outcomes.items() if n not in {"finished", besides}}
     told = ", ".join(f"{count} {name}" for name, count in sorted(others.items()))
     return sum(others.values()) <= (1 - share) * ended, f"of {ended} requests ended: {told}"
+
+
+def recovers(run: RunResult, share: float, since_s: float, *, after_s: float) -> tuple[bool, str]:
+    """The claim that a load that rose at `since_s` is served, once what was ordered is there.
+
+    Judged from `after_s` after the last worker ordered within a minute is ready; a run that ends
+    before that cannot tell.
+    """
+    ready_s = [x.ready_s for x in ordered(run, since_s, since_s + 60.0) if x.ready_s is not None]
+    begin_s = max([since_s, *ready_s]) + after_s
+    if begin_s >= run.span_s:
+        return True, ""
+    return attains(run, share, begin_s)
 
 
 def ordered(run: RunResult, begin_s: float = 0.0, end_s: float = math.inf) -> list[Life]:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from readyplane_lab.proof.evidence import DECODE, PREFILL, a_few, attains, mean_target, unmet
+from readyplane_lab.proof.evidence import (
+    DECODE,
+    PREFILL,
+    WARM_S,
+    a_few,
+    attains,
+    mean_target,
+    unmet,
+)
 from readyplane_lab.proof.port import Scenario
 from readyplane_lab.simulator.outcome import RunResult
 from readyplane_lab.workload.shapes import Mix, Shaped, constant, step
@@ -14,12 +22,12 @@ HIT_BEFORE, HIT_AFTER = 0.6, 0.1
 
 def check(run: RunResult) -> tuple[str, ...]:
     """P grows with arrivals unchanged."""
-    p_was, d_was = (mean_target(run, x, 300.0, SHIFT_S) for x in (PREFILL, DECODE))
+    p_was, d_was = (mean_target(run, x, WARM_S, SHIFT_S) for x in (PREFILL, DECODE))
     p_is, d_is = (mean_target(run, x, SHIFT_S + 200.0, SPAN_S) for x in (PREFILL, DECODE))
     return unmet(
         (p_is >= 1.4 * p_was, f"P went from {p_was:.1f} to {p_is:.1f} on more than twice the work"),
         (d_is - d_was <= a_few(round(d_was)), f"D went from {d_was:.1f} to {d_is:.1f} on the same"),
-        attains(run, 0.95, 200.0, SHIFT_S),
+        attains(run, 0.95, WARM_S, SHIFT_S),
         attains(run, 0.9, SHIFT_S + 400.0),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from readyplane_lab.proof.evidence import DECODE, PREFILL, attains, growth, unmet
+from readyplane_lab.proof.evidence import DECODE, PREFILL, WARM_S, attains, growth, unmet
 from readyplane_lab.proof.port import Scenario
 from readyplane_lab.simulator.outcome import RunResult
 from readyplane_lab.workload.shapes import Mix, Shaped, burst, constant
@@ -19,7 +19,7 @@ def check(run: RunResult) -> tuple[str, ...]:
     return unmet(
         (p >= 1, "P did not grow within the burst"),
         (p > d, f"P grew by {p}, D by {d}, but the burst is work of P above all"),
-        attains(run, 0.97, 0.0, BEGIN_S - 30.0),
+        attains(run, 0.97, WARM_S, BEGIN_S - 30.0),
         attains(run, 0.95, BEGIN_S + LENGTH_S + 300.0),
     )
 

@@ -8,7 +8,7 @@ fit for P only.
 
 from __future__ import annotations
 
-from readyplane_lab.proof.evidence import DECODE, PREFILL, attains, mean_target, unmet
+from readyplane_lab.proof.evidence import DECODE, PREFILL, WARM_S, attains, mean_target, unmet
 from readyplane_lab.proof.port import CLASS_DEFAULT, Scenario
 from readyplane_lab.simulator.outcome import RunResult
 from readyplane_lab.workload.shapes import Mix, Shaped, constant, product, sine
@@ -19,12 +19,12 @@ CLASSES = {PREFILL: "a100-tp4", DECODE: "h100-tp4"}
 
 def check(run: RunResult) -> tuple[str, ...]:
     """Each pool has workers of its class, as many as that class needs."""
-    p, d = (mean_target(run, pool, 300.0, run.span_s) for pool in (PREFILL, DECODE))
+    p, d = (mean_target(run, pool, WARM_S, run.span_s) for pool in (PREFILL, DECODE))
     strangers = sum(x.worker_class != CLASSES[x.pool] for x in run.lives)
     return unmet(
         (strangers == 0, f"{strangers} workers were of another class than their pool's"),
         (p > d, f"P had {p:.1f} workers and D {d:.1f}: P was not sized by the slower class"),
-        attains(run, 0.93),
+        attains(run, 0.93, WARM_S),
     )
 
 

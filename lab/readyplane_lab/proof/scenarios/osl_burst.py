@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from readyplane_lab.proof.evidence import DECODE, PREFILL, a_few, attains, growth, unmet
+from readyplane_lab.proof.evidence import DECODE, PREFILL, WARM_S, a_few, attains, growth, unmet
 from readyplane_lab.proof.evidence import targets_within as within
 from readyplane_lab.proof.port import Scenario
 from readyplane_lab.simulator.outcome import RunResult
@@ -20,7 +20,7 @@ def check(run: RunResult) -> tuple[str, ...]:
     return unmet(
         (d >= 1 and d > p, f"D grew by {d} and P by {p}, but the burst is work of D alone"),
         (p <= spare, f"P grew by {p} although neither arrivals nor prompts changed"),
-        attains(run, 0.97, 0.0, BEGIN_S - 30.0),
+        attains(run, 0.97, WARM_S, BEGIN_S - 30.0),
         attains(run, 0.95, BEGIN_S + LENGTH_S + 300.0),
     )
 

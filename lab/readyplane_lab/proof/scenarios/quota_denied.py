@@ -31,7 +31,6 @@ def check(run: RunResult) -> tuple[str, ...]:
     claims += [
         (turns <= 2, f"targets turned {turns} times while nothing could be had"),
         (refused <= DENIED_S / ASKED_EVERY_S * 2, f"{refused:g} orders were sent to be refused"),
-        attains(run, 0.95, 0.0, STEP_S),
         attains(run, 0.85, end_s + 500.0),
         finishes(run, 0.75),
     ]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from readyplane_lab.proof.evidence import POOLS, a_few, attains, finishes, growth, shrinkage, unmet
+from readyplane_lab.proof.evidence import (
+    POOLS,
+    WARM_S,
+    a_few,
+    attains,
+    finishes,
+    growth,
+    shrinkage,
+    unmet,
+)
 from readyplane_lab.proof.port import Disturbances, Scenario
 from readyplane_lab.simulator.faults import ClockStep, SignalOutlier, SignalsMissing, SignalsStale
 from readyplane_lab.simulator.outcome import RunResult
 from readyplane_lab.workload.shapes import Mix, Shaped, constant
 
 SPAN_S = 1600.0
-STALE_S, MISSING_S, OUTLIER_S, CLOCK_S = 400.0, 700.0, 1000.0, 1250.0
+STALE_S, MISSING_S, OUTLIER_S, CLOCK_S = 500.0, 750.0, 1000.0, 1250.0
 FOR_S, FACTOR, STEP_S = 60.0, 10.0, 3600.0
 
 
@@ -28,7 +37,7 @@ def disturb(_span_s: float, _seed: int) -> Disturbances:
 
 def check(run: RunResult) -> tuple[str, ...]:
     """Nothing shrinks blindly, one wrong number buys no fleet, and time only goes on."""
-    claims = [attains(run, 0.95), finishes(run, 0.995)]
+    claims = [attains(run, 0.95, WARM_S), finishes(run, 0.995)]
     for pool in POOLS:
         for what, begin_s in (("stale", STALE_S), ("missing", MISSING_S)):
             fallen = shrinkage(run, pool, begin_s + 10.0, begin_s + FOR_S)
