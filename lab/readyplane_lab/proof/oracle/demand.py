@@ -28,6 +28,7 @@ whole workload, the one that charges most.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -168,15 +169,18 @@ def ideal_cached(requests: Sequence[WorkloadRequest], block_size: int) -> Floats
 
     Whole blocks count, from the arrival of their first holder on. The last token is always
     computed, as in every engine. Prompts are compared by their parts in a tree of prefixes, which
-    says the same as their block hashes.
+    says the same as their block hashes; one whose first stream is nobody else's shares nothing.
 
     Args:
         requests: in order of arrival.
     """
+    begins = Counter(r.parts[0][0] for r in requests if r.parts)
     longest: dict[tuple[int, int], int] = {}  # (prefix, stream) -> most tokens of it seen
     prefixes: dict[tuple[int, int, int], int] = {}  # (prefix, stream, tokens) -> longer prefix
     held = np.zeros(len(requests))
     for i, request in enumerate(requests):
+        if not request.parts or begins[request.parts[0][0]] == 1:
+            continue
         at, common, shared = 0, 0, True
         for seed, length in request.parts:
             known = longest.get((at, seed), 0)
