@@ -69,6 +69,7 @@ class Desk(Bookings):
         self.take_conflicts = 0
         self.expired = 0
         self._arrivals = 0
+        self._looked_at: tuple[tuple[str, str], ...] = ()  # the fleet that left somebody waiting
 
     # ------------------------------------------------------------------------ queue
 
@@ -128,6 +129,10 @@ class Desk(Bookings):
         Those behind one that cannot go are looked at too (it may need more than they do), but only
         a few, and only until it has waited for half its bound: nobody starves.
         """
+        if self._looked_at and self._nobody_can_take(now_s):
+            still_s = self._still_stuck(now_s)
+            if still_s is not None:
+                return still_s
         again_s: float | None = None
         stuck: list[Waiting] = []
         while len(stuck) <= self.policy.look_past_max and len(self.queue) > len(stuck):
@@ -142,6 +147,43 @@ class Desk(Bookings):
                 )
             long = now_s - entry.arrived_s > self.policy.pair.wait_max_s / 2
             if long or verdict.regime == "empty":
+                break
+        self._looked_at = self._fleet() if stuck else ()
+        return again_s
+
+    def _fleet(self) -> tuple[tuple[str, str], ...]:
+        """What decides, besides load, whether a request waits or is refused: seats, open or shut."""
+        return tuple([(key, seat.shut) for key, seat in self.seats.items()])
+
+    def _nobody_can_take(self, now_s: float) -> bool:
+        """No prefill worker takes anything, whatever it is."""
+        ahead_s = self.policy.pair.prefill_ahead_s
+        return not any(
+            not seat.shut
+            and seat.occupied() < seat.sequences_cap
+            and seat.remaining_s(now_s) <= ahead_s
+            for seat in self.prefills
+        )
+
+    def _still_stuck(self, now_s: float) -> float | None:
+        """While nobody can take anything: when to look again; None when it has to be judged anew.
+
+        Most events of a full fleet change nothing for those who wait, so they are not judged by
+        them: only when the fleet has changed, somebody is new, or a wait has reached its bound.
+        """
+        if self._looked_at != self._fleet():
+            return None
+        policy = self.policy.pair
+        soon_s = [
+            s.remaining_s(now_s) - policy.prefill_ahead_s for s in self.prefills if not s.shut
+        ]
+        again_s = min([s for s in soon_s if s > 0.0], default=policy.wait_max_s)
+        for entry in self.queue[: self.policy.look_past_max + 1]:
+            left_s = policy.wait_max_s - (now_s - entry.regime_since_s)
+            if entry.regime != "busy" or left_s <= 0.0:
+                return None
+            again_s = min(again_s, left_s)
+            if now_s - entry.arrived_s > policy.wait_max_s / 2:
                 break
         return again_s
 

@@ -73,9 +73,10 @@ def decide(
         prefills, decodes: seats by stage; one that serves both stands in both.
     """
     ready, busy = _prefill_terms(ask, prefills, policy, now_s)
-    ends = _decode_terms(ask, decodes, policy)
+    # Where no P may take it now, it is only asked whether some D would.
+    ends = _decode_terms(ask, decodes, policy, any_one=not ready) if ready or busy else []
     best = _cheapest(ask, ready, ends, policy) if ready and ends else None
-    if busy and ends and (best is None or min(b[0] for b in busy) < best[0]):
+    if busy and best is not None:
         held = _hold(ask, best, busy, ends, policy)
         if held is not None:
             return held
@@ -137,8 +138,10 @@ def _prefill_terms(
     return ready, busy
 
 
-def _decode_terms(ask: Ask, seats: Sequence[Seat], policy: PairPolicy) -> list[_D]:
-    """Decode ends that may take it now."""
+def _decode_terms(
+    ask: Ask, seats: Sequence[Seat], policy: PairPolicy, *, any_one: bool = False
+) -> list[_D]:
+    """Decode ends that may take it now; or the first of them."""
     out: list[_D] = []
     isl, expected = ask.isl, ask.output_tokens
     wanted_tokens = isl + ask.output_reserved
@@ -177,6 +180,8 @@ def _decode_terms(ask: Ask, seats: Sequence[Seat], policy: PairPolicy) -> list[_
         cached = cached_of.get(seat.key, 0) if cached_of else 0
         moved = float(max(0, isl - cached) * times.kv_bytes_per_token) if cached else unmoved
         out.append((cost, seat.last_used, seat, moved))
+        if any_one:
+            break
     return out
 
 
@@ -265,13 +270,13 @@ def _before(one: _P, other: _P) -> bool:
 
 def _hold(
     ask: Ask,
-    best: _Pair | None,
+    best: _Pair,
     busy: Sequence[_P],
     ends: Sequence[_D],
     policy: PairPolicy,
 ) -> Wait | None:
     """Wait for a busy prefill worker, if it is worth it and patience lasts."""
-    if best is None or ask.waited_s >= policy.locality_patience_s:
+    if ask.waited_s >= policy.locality_patience_s:
         return None
     below = best[0] - policy.locality_margin_s
     if min(b[0] for b in busy) + min(e[0] for e in ends) > below + TIE_S:
