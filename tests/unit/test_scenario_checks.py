@@ -245,7 +245,7 @@ CASES: dict[str, tuple[Made, dict[str, Made]]] = {
             "decode: all of the old": replace(
                 ROLLED, lives=(*OLD, NEW[0], life("decode", 550.0, took_s=70.0))
             ),
-            "still served": replace(ROLLED, lives=(*OLD, *NEW, FLEET[0])),
+            "still there": replace(ROLLED, lives=(*OLD, *NEW, FLEET[0])),
             "ended: 100 failed": replace(ROLLED, outcomes=CUT),
             "95%": replace(ROLLED, late=((420.0, 600.0),)),
         },

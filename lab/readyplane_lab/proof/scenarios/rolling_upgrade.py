@@ -42,7 +42,9 @@ def check(run: RunResult) -> tuple[str, ...]:
     starts_s = [x.ready_s - x.allocated_s for x in new if x.ready_s is not None]
     if starts_s and median(starts_s) <= QUICK_START_S and len(old) <= PEAK_MAX:
         left = sum(x.drain_s is None and x.released_s > run.span_s - 1.0 for x in old)
-        claims.append((left == 0, f"{left} workers still served the old revision at the end"))
+        claims.append(
+            (left == 0, f"{left} workers of the old revision were still there at the end")
+        )
     return unmet(*claims)
 
 

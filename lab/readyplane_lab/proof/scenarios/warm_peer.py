@@ -48,7 +48,8 @@ SCENARIO = Scenario(
     requests=LOAD,
     expected=(
         "Both pools grow, at least half of the starts are fed by peers and take less time than "
-        "those from the store, and 300 s after the last of the first minute is ready 92 % meet both targets."
+        "those from the store, and 300 s after the last start of the first minute is ready 92 % "
+        "of the arrivals meet both targets."
     ),
     check=check,
     startup=STARTUP,
