@@ -95,7 +95,9 @@ class View:
         uncached = totals.uncached / totals.arrivals if totals.arrivals else isl
         fleet = list(fleet)
         views = [
-            self._worker(w, now_s, dt_s, batches.get(w.worker_id)) for w in fleet if w.told(now_s)
+            self._worker(w, now_s, dt_s, batches.get(w.worker_id))
+            for w in (*fleet, *ended)
+            if w.told(now_s)
         ]
         told = [v.decode_rate for v in views if v.decode_rate is not None]
         serving = sum(1 for w in fleet if w.pool == "decode" and w.serving)
