@@ -51,11 +51,19 @@ def test_who_attains_everywhere_stops_at_the_least() -> None:
 
 def test_bad_luck_just_below_is_looked_into() -> None:
     """At 0 it fails by chance; everything above -0.12 attains."""
-    run, _ = steep(-0.12, {0.0: -0.05})
+    run, _ = steep(-0.12, {0.0: -0.03})
     found = bracket(run, attainment=0.99, lower_gpu_hours=9.0, least=-0.2, tries=16)
     unlucky = [t for t in found.tried if t.alpha == 0.0]
     assert unlucky[0].attainment < 0.99
     assert found.best is not None and found.best.alpha <= -0.05
+
+
+def test_a_clear_failure_is_not_looked_into_again() -> None:
+    def run(alpha: float) -> tuple[float, float]:
+        return (1.0 if alpha > 0.05 else 0.5), 10.0 + alpha
+
+    found = bracket(run, attainment=0.99, lower_gpu_hours=9.0)
+    assert min(t.alpha for t in found.tried) == 0.0 and len(found.tried) == 6
 
 
 def test_the_cheapest_that_attains_counts_not_the_smallest_margin() -> None:

@@ -15,6 +15,8 @@ TRIES = 12
 STEP = 0.1
 WIDTH = 0.01
 SECOND_LOOKS = 2
+NEAR_MISS = 0.02
+"""Attainment that a failure may lack and still have been bad luck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ def bracket(
 
     A run is deterministic, but its attainment is not monotone in alpha: the needs are rounded to
     whole workers, and who misses is chance. So the cheapest of all points that attain is taken,
-    and not the last one; and when the bisection has closed, what failed just below is looked into
-    twice more, since that may have been bad luck.
+    and not the last one; and when the bisection has closed, the surroundings of a near miss below are
+    looked into, since that may have been bad luck.
 
     Args:
         run: alpha -> (attainment, GPU-hours). attainment: asked for, a fraction.
@@ -133,11 +135,15 @@ class _Search:
         return high
 
     def gap_below(self, high: float, least: float, width: float) -> tuple[float, float] | None:
-        """The nearest two margins up to `high` between which nothing was tried, if not too near.
+        """The nearest margins up to `high` with nothing tried between, the upper one a near miss.
 
-        Below the lowest that was tried it is as wide as a first step.
+        Below the lowest that was tried a gap is as wide as a first step.
         """
-        marks = sorted(t.alpha for t in self.tried if t.alpha <= high)
-        marks.insert(0, max(least, marks[0] - STEP))
-        wide = [(a, b) for a, b in pairwise(marks) if b - a > 2 * width]
+        tried = {t.alpha: t.attainment for t in self.tried if t.alpha <= high}
+        marks = [max(least, min(tried) - STEP), *sorted(tried)]
+        wide = [
+            (a, b)
+            for a, b in pairwise(marks)
+            if b - a > 2 * width and tried[b] >= self._attainment - NEAR_MISS
+        ]
         return wide[-1] if wide else None
