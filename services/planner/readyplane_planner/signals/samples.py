@@ -30,6 +30,8 @@ GAUGES = (
     "decoding_remaining_tokens",
     "decoding_kv_tokens",
 )
+_OSL_MIDDLES = [(a + b) / 2 for a, b in zip(OSL_EDGES, (*OSL_EDGES[1:], 8192), strict=True)]
+_ISL_MIDDLES = [(a + b) / 2 for a, b in zip(ISL_EDGES, (*ISL_EDGES[1:], 65536), strict=True)]
 
 
 def check(name: str, value: object, bad: list[str]) -> float | None:
@@ -113,20 +115,19 @@ def _share(sample: RouterSample, tokens: str) -> float | None:
 
 
 def _mean_osl(counts: Sequence[Sequence[float]], prior: float) -> float:
-    middles = [(a + b) / 2 for a, b in zip(OSL_EDGES, (*OSL_EDGES[1:], 8192), strict=True)]
     total = weighted = 0.0
     for row in counts:
-        for middle, count in zip(middles, row, strict=False):
-            total += count
-            weighted += count * middle
+        if any(row):
+            for middle, count in zip(_OSL_MIDDLES, row, strict=False):
+                total += count
+                weighted += count * middle
     return max(1.0, weighted / total) if total > 0 else prior
 
 
 def _spread(counts: Sequence[Sequence[float]]) -> float:
     """Squared coefficient of variation of prompt lengths, between 0.1 and 4."""
-    middles = [(a + b) / 2 for a, b in zip(ISL_EDGES, (*ISL_EDGES[1:], 65536), strict=True)]
     weights = [sum(row) for row in counts]
     total = sum(weights)
-    mean = sum(m * w for m, w in zip(middles, weights, strict=False)) / total
-    square = sum((m - mean) ** 2 * w for m, w in zip(middles, weights, strict=False)) / total
+    mean = sum(m * w for m, w in zip(_ISL_MIDDLES, weights, strict=False)) / total
+    square = sum((m - mean) ** 2 * w for m, w in zip(_ISL_MIDDLES, weights, strict=False)) / total
     return min(4.0, max(0.1, square / (mean * mean)))
