@@ -368,6 +368,13 @@ def test_a_run_that_ends_before_its_starts_do_cannot_tell() -> None:
     assert scenarios()["cold-cluster"].check(replace(slow, lives=COLD.lives).run()) != ()
 
 
+def test_a_turn_is_quick_by_the_starts_of_the_run() -> None:
+    swings = Made(((0.0, 3, 5), *flapping(300.0, 12, every_s=60.0)))
+    assert evidence.quick_turns(swings.run(), "prefill") > 8
+    quick = replace(swings, lives=tuple(life("prefill", 100.0 + i, took_s=9.0) for i in range(3)))
+    assert evidence.quick_turns(quick.run(), "prefill") == 0
+
+
 def test_readings_of_targets() -> None:
     run = Made(((0.0, 2, 3), (10.0, 4, 3), (20.0, 1, 5))).run()
     assert evidence.targets_within(run, "prefill", 5.0, 15.0) == [2, 4]

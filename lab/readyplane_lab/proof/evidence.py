@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median
 
 import numpy as np
 
@@ -69,8 +70,10 @@ def a_few(workers: int) -> int:
 
 
 def quick_turns(run: RunResult, pool: str) -> int:
-    """Reversals of a pool, as if a start took the nominal T_ready and a drain were short."""
-    return reversals(moves(run, pool), 2 * NOMINAL_T_READY_S, span_s=run.span_s)
+    """Reversals of a pool whose legs are shorter than two starts, as starts took in this run."""
+    took_s = [x.ready_s - x.allocated_s for x in ordered(run) if x.ready_s is not None]
+    start_s = median(took_s) if took_s else NOMINAL_T_READY_S
+    return reversals(moves(run, pool), 2 * start_s, span_s=run.span_s)
 
 
 def attained(
