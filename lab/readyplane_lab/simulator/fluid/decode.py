@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 from readyplane.core.profile import ClassProfile
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
@@ -37,6 +37,7 @@ class Batch:
         n, kv: sequences and KV tokens of all of them; kv is `base + n * v`. v: tokens emitted by a sequence that has
             been there for ever. promised_n, promised_kv: sequences that are here or on their way,
             and their prompt tokens. into: the batch that has taken this one in.
+        used: grows with every pick. ramp_until_s: a new worker takes few until then.
     """
 
     __slots__ = (
@@ -50,9 +51,11 @@ class Batch:
         "profile",
         "promised_kv",
         "promised_n",
+        "ramp_until_s",
         "stall_s",
         "t",
         "tokens",
+        "used",
         "v",
         "workers",
     )
@@ -68,6 +71,7 @@ class Batch:
         self.tokens = self.stall_s = 0.0
         self.idle_s = now_s
         self.into: Batch | None = None
+        self.used, self.ramp_until_s = 0, now_s
 
     @property
     def kv(self) -> float:
@@ -202,12 +206,11 @@ class DecodePool:
         self.batches: list[Batch] = []
         self.closed: list[Batch] = []
         self._profile = profile
-        self._a, self._b, self._c = profile.decode_coefficients_s()
+        self._times = profile.decode_coefficients_s()
         self._apart = apart
         self._policy = policy
         self._bound_s = policy.pair.slo.tpot_s * policy.pair.tpot_admit
         self._used = 0
-        self._last_used: dict[Batch, int] = {}
 
     def everyone(self) -> Iterable[Batch]:
         """Batches that take sequences and those that drain."""
@@ -215,7 +218,9 @@ class DecodePool:
 
     def join(self, worker: FluidWorker, now_s: float) -> None:
         """A worker is ready."""
-        self.batches.append(Batch(self._profile, [worker], now_s))
+        batch = Batch(self._profile, [worker], now_s)
+        batch.ramp_until_s = now_s + self._policy.ramp_s
+        self.batches.append(batch)
 
     def close(self, worker: FluidWorker) -> None:
         """Nothing new goes there."""
@@ -243,7 +248,6 @@ class DecodePool:
         batch = next((b for b in self.closed if worker in b.workers), None)
         if batch is not None:
             self.closed.remove(batch)
-            self._last_used.pop(batch, None)
         return batch
 
     def batch_of(self, worker: FluidWorker) -> Batch | None:
@@ -254,13 +258,52 @@ class DecodePool:
         self, isl: float, weight: float, *, expected: float, reserved: float, now_s: float
     ) -> list[tuple[Batch, float]]:
         """Promise a sequence its place; (batch, weight) pairs, none where nobody takes it."""
-        found: list[tuple[float, int, Batch]] = []
-        a, b, c = self._a, self._b, self._c
+        fits = self._one if self._apart else self._some
+        parts = fits(isl, weight, expected, reserved, now_s)
+        for batch, part in parts:
+            batch.promised_n += part
+            batch.promised_kv += part * isl
+        return parts
+
+    def _one(
+        self, isl: float, weight: float, expected: float, reserved: float, now_s: float
+    ) -> list[tuple[Batch, float]]:
+        """The worker that costs the least, by the router's terms."""
+        a, b, c = self._times
         context = isl + expected / 2.0
-        alone_s = a + b + c * context
-        urgent = expected + 1.0
-        most, total = self._profile.max_num_seqs, self._profile.kv_capacity_tokens
-        policy = self._policy
+        left_s = max(self._bound_s, 1.5 * (a + b + c * context)) - a - b - c * context
+        room = self._profile.kv_capacity_tokens - isl - reserved
+        most = self._profile.max_num_seqs
+        for_kv = c * (expected + 1.0)
+        for_each = b * (expected + 1.0) + (b + c * context) * expected
+        best: Batch | None = None
+        best_cost = inf
+        for batch in self.batches:
+            others, held = batch.promised_n, batch.promised_kv
+            if now_s < batch.ramp_until_s and others >= self._policy.ramp_sequences:
+                continue
+            if others >= most or held + others * reserved > room:
+                continue
+            if others and b * others + c * held > left_s:
+                continue
+            cost = for_kv * held + for_each * others
+            if cost < best_cost or (cost == best_cost and best and batch.used < best.used):
+                best, best_cost = batch, cost
+        if best is None:
+            return []
+        self._used += 1
+        best.used = self._used
+        return [(best, weight)]
+
+    def _some(
+        self, isl: float, weight: float, expected: float, reserved: float, now_s: float
+    ) -> list[tuple[Batch, float]]:
+        """All that have room, up to one level."""
+        a, b, c = self._times
+        context = isl + expected / 2.0
+        left_s = max(self._bound_s, 1.5 * (a + b + c * context)) - a - b - c * context
+        room = self._profile.kv_capacity_tokens - isl - reserved
+        found: list[Batch] = []
         for batch in self.batches:
             size = len(batch.workers)
             others, held = batch.promised_n / size, batch.promised_kv / size
@@ -269,29 +312,13 @@ class DecodePool:
                 below = max(0.0, ceil(others) - 1.0)
                 held *= below / others if others else 1.0
                 others = below
-            cap = most
-            if size == 1 and now_s - (batch.workers[0].ready_s or 0.0) < policy.ramp_s:
-                cap = min(most, policy.ramp_sequences)
-            if others >= cap or held + others * reserved + isl + reserved > total:
+            ramping = now_s < batch.ramp_until_s
+            most = self._policy.ramp_sequences if ramping else self._profile.max_num_seqs
+            if others >= most or held + others * reserved > room:
                 continue
-            tpot_s = a + b * (others + 1) + c * (held + context)
-            if others and tpot_s > self._bound_s and tpot_s > 1.5 * alone_s:
-                continue
-            cost = c * held * urgent + others * (b * urgent + (b + c * context) * expected)
-            found.append((cost, self._last_used.get(batch, 0), batch))
-        if not found:
-            return []
-        if self._apart or len(found) == 1:
-            batch = min(found, key=lambda f: (f[0], f[1]))[2]
-            self._used += 1
-            self._last_used[batch] = self._used
-            parts = [(batch, weight)]
-        else:
-            parts = _levelled([batch for _, _, batch in found], weight)
-        for batch, part in parts:
-            batch.promised_n += part
-            batch.promised_kv += part * isl
-        return parts
+            if not others or b * others + c * held <= left_s:
+                found.append(batch)
+        return _levelled(found, weight) if len(found) > 1 else [(f, weight) for f in found]
 
     def release(self, batch: Batch, row: int, weight: float) -> None:
         """A sequence has ended."""
