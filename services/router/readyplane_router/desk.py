@@ -129,24 +129,24 @@ class Desk(Bookings):
         Those behind one that cannot go are looked at too (it may need more than they do), but only
         a few, and only until it has waited for half its bound: nobody starves.
         """
-        if self._looked_at and self._nobody_can_take(now_s):
-            still_s = self._still_stuck(now_s)
-            if still_s is not None:
-                return still_s
         again_s: float | None = None
         stuck: list[Waiting] = []
+        full_s = self._full_for_s(now_s)
         while len(stuck) <= self.policy.look_past_max and len(self.queue) > len(stuck):
             entry = self.queue[len(stuck)]  # those before it are stuck
-            verdict = self.judge(entry, now_s=now_s)
-            if not isinstance(verdict, Wait):
-                continue
+            wait_s = None if full_s is None else self._still_waits_s(entry, full_s, now_s)
+            regime = entry.regime
+            if wait_s is None:
+                verdict = self.judge(entry, now_s=now_s)
+                if not isinstance(verdict, Wait):
+                    full_s = self._full_for_s(now_s)
+                    continue
+                wait_s, regime = verdict.again_in_s, verdict.regime
             stuck.append(entry)
-            if verdict.again_in_s is not None:
-                again_s = (
-                    verdict.again_in_s if again_s is None else min(again_s, verdict.again_in_s)
-                )
+            if wait_s is not None:
+                again_s = wait_s if again_s is None else min(again_s, wait_s)
             long = now_s - entry.arrived_s > self.policy.pair.wait_max_s / 2
-            if long or verdict.regime == "empty":
+            if long or regime == "empty":
                 break
         self._looked_at = self._fleet() if stuck else ()
         return again_s
@@ -155,37 +155,29 @@ class Desk(Bookings):
         """What decides, besides load, whether a request waits or is refused: seats, open or shut."""
         return tuple([(key, seat.shut) for key, seat in self.seats.items()])
 
-    def _nobody_can_take(self, now_s: float) -> bool:
-        """No prefill worker takes anything, whatever it is."""
-        ahead_s = self.policy.pair.prefill_ahead_s
-        return not any(
-            not seat.shut
-            and seat.occupied() < seat.sequences_cap
-            and seat.remaining_s(now_s) <= ahead_s
-            for seat in self.prefills
-        )
+    def _full_for_s(self, now_s: float) -> float | None:
+        """For how long no prefill worker takes anything; None when one does or the fleet changed.
 
-    def _still_stuck(self, now_s: float) -> float | None:
-        """While nobody can take anything: when to look again; None when it has to be judged anew.
-
-        Most events of a full fleet change nothing for those who wait, so they are not judged by
-        them: only when the fleet has changed, somebody is new, or a wait has reached its bound.
+        Most events of a full fleet change nothing for those who wait: they are not judged by them.
         """
-        if self._looked_at != self._fleet():
+        if not self._looked_at or self._looked_at != self._fleet():
             return None
         policy = self.policy.pair
-        soon_s = [
-            s.remaining_s(now_s) - policy.prefill_ahead_s for s in self.prefills if not s.shut
-        ]
-        again_s = min([s for s in soon_s if s > 0.0], default=policy.wait_max_s)
-        for entry in self.queue[: self.policy.look_past_max + 1]:
-            left_s = policy.wait_max_s - (now_s - entry.regime_since_s)
-            if entry.regime != "busy" or left_s <= 0.0:
+        soon_s = policy.wait_max_s
+        for seat in self.prefills:
+            if seat.shut:
+                continue
+            left_s = seat.remaining_s(now_s) - policy.prefill_ahead_s
+            if left_s > 0.0:
+                soon_s = min(soon_s, left_s)
+            elif seat.occupied() < seat.sequences_cap:
                 return None
-            again_s = min(again_s, left_s)
-            if now_s - entry.arrived_s > policy.wait_max_s / 2:
-                break
-        return again_s
+        return soon_s
+
+    def _still_waits_s(self, entry: Waiting, full_s: float, now_s: float) -> float | None:
+        """When to look at it again in a full fleet; None for the new and those at their bound."""
+        left_s = self.policy.pair.wait_max_s - (now_s - entry.regime_since_s)
+        return min(full_s, left_s) if entry.regime == "busy" and left_s > 0.0 else None
 
     def judge(self, entry: Waiting, *, now_s: float) -> Chosen | Wait | Shed:
         """Decide about one request, and act on it: grant, refuse, or leave it waiting."""
