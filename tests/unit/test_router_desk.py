@@ -77,7 +77,7 @@ class Play:
             if one is not None:
                 one.shut = "" if one.shut else "draining"
         elif what == "leave":
-            for key in list(self.desk.seats)[: how % 2]:
+            for key in list(self.desk.seats)[: how % 3]:
                 self.desk.unseat_worker(key, now_s=self.now_s)
         elif what == "join":
             name = f"p{100 + len(self.entries)}-{self.now_s}"
