@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from readyplane.core.errors import NotFound
 from readyplane_lab.simulator.outcome import RunResult
 from readyplane_lab.simulator.startup import StartUpModel
+from readyplane_lab.simulator.worker import Mishap
 from tests.simulation.sim_world import Fixed, same, steady, world
 
 
@@ -106,3 +108,19 @@ def test_a_cold_cluster_begins_with_nobody_and_refuses_until_there_is_a_pair() -
     assert not served[run.served.at_s < ready_s - 21.0].any()  # the router waits 20 s at most
     assert served[run.served.at_s > ready_s].all()
     assert set(run.outcomes) == {"finished", "refused"}
+
+
+def test_a_large_fleet_of_the_beginning_takes_as_long_as_one_lone_start() -> None:
+    startup = StartUpModel().scaled_to(60.0)
+    run = world(Fixed((0.0, 6, 4)), steady(duration_s=5.0), initial=(6, 4), startup=startup).run()
+    took = [(w.ready_s or 0.0) - w.allocated_s for w in run.lives]
+    assert np.median(took) == pytest.approx(60.0, rel=0.15)
+    assert {w.tier for w in run.lives} == {"L4"}
+
+
+def test_a_beginning_that_fails_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "readyplane_lab.simulator.script.Mishaps.take", lambda _self, _role: Mishap.FAILS
+    )
+    with pytest.raises(NotFound, match="did not come up"):
+        world(Fixed((0.0, 2, 2)))

@@ -46,6 +46,7 @@ class Begin(StrEnum):
     """How an allocation comes to serve."""
 
     COLD = "cold"
+    FIRST = "first"  # as cold, some time before the first request: no other start was in its way
     STANDBY = "standby"  # loaded, then waits to be activated
     FLIP = "flip"  # engine and weights of a worker that served the other stage
 
@@ -231,7 +232,8 @@ class SimWorker:
         self._tell(Event.SOURCES_PLANNED)
         self._segments.append(Segment(SegmentName.WEIGHT_TRANSFER, site.clock.monotonic_s(), None))
         cached = site.startup.is_cached(site.draws, *self._named)
-        self.tier = await site.sources.fetch(cached=cached)
+        alone = self.begin is Begin.FIRST
+        self.tier = await site.sources.fetch(cached=cached, alone=alone)
         self._end_segment()
         self._tell(Event.WEIGHTS_VERIFIED)
         await self._rank("verified")

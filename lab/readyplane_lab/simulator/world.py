@@ -194,8 +194,9 @@ class World:
             raise NotFound("worker class", order.worker_class, remedy)
         profile = self.classes[order.worker_class]
         takes_both = self.options.convertible and order.role is Role.DECODE
-        # Only cold starts count among those of their pool: they are what all policies have.
-        kind = (str(order.role),) if how is Begin.COLD else (str(order.role), str(how))
+        # Only such starts count among those of their pool: they are what all policies have.
+        plain = how in (Begin.COLD, Begin.FIRST)
+        kind = (str(order.role),) if plain else (str(order.role), str(how))
         self._starts[kind] += 1
         worker = SimWorker(
             order,
@@ -365,7 +366,7 @@ class World:
         workers = []
         for role, count, standbys in pools:
             for what, how, many in (
-                ("first", Begin.COLD, count),
+                ("first", Begin.FIRST, count),
                 ("standby", Begin.STANDBY, standbys),
             ):
                 for number in range(many):
@@ -375,7 +376,8 @@ class World:
                     workers.append(self.actuator.begin(order, how))
         deadline_s = self.clock.monotonic_s() + READY_WITHIN_S
         while any(w.ready_s is None and not w.loaded for w in workers):
-            await self._await_ready(deadline_s)
+            lost = any(w.released_s is not None for w in workers)
+            await self._await_ready(0.0 if lost else deadline_s)
 
     async def _await_ready(self, deadline_s: float) -> None:
         if self.clock.monotonic_s() > deadline_s:
