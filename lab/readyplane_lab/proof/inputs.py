@@ -115,7 +115,7 @@ def make_case(
         drain_s=(scenario.slo.ttft_s, float(np.median(work.residence_s))),
         low=(1, 1),
         high=_high(found),
-        initial=scenario.initial or _first(found),
+        initial=scenario.initial or _first(found, t_ready_s),
         hindsight=found,
     )
     return Case(
@@ -188,9 +188,9 @@ def _high(found: Hindsight) -> tuple[int, int]:
     )
 
 
-def _first(found: Hindsight) -> tuple[int, int]:
-    """What the first minute needs: nobody is judged by a fleet that could not be there yet."""
-    steps = max(1, round(FIRST_S / found.step_s))
+def _first(found: Hindsight, t_ready_s: float) -> tuple[int, int]:
+    """What the first T_ready needs: nobody is judged by a fleet that could not be there yet."""
+    steps = max(1, round(max(FIRST_S, t_ready_s) / found.step_s))
     return (
         max(1, int(found.need_p[:steps].max())),
         max(1, int(found.need_d[:steps].max())),
