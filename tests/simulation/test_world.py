@@ -105,3 +105,11 @@ def test_the_report_adds_up() -> None:
     )
     assert report["decisions"]
     assert all(d["reasons"] for d in report["decisions"])
+
+
+def test_an_answer_may_take_as_long_as_it_is() -> None:
+    """12,000 tokens at 60 ms take twelve minutes: nobody times a stream out that goes on."""
+    long = (WorkloadRequest(0, 0.0, 200, 12_000, ((7, 200),)),)
+    result = run_world(WorldOptions(DEMO_POLICY, initial=(1, 1), record=False), long)
+    assert [(r.outcome, r.osl) for r in result.records] == [("finished", 12_000)]
+    assert result.seconds > 600.0

@@ -25,6 +25,7 @@ from readyplane_lab.workload.request import WorkloadRequest, prompt_hashes
 REPAIRS_MAX = 1
 MAX_TOKENS_BOUND = 2048
 REQUEST_TIMEOUT_S = 120.0
+STREAM_SLACK = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class SimGateway:
         task = asyncio.current_task()
         assert task is not None
         limit = _Limit(task)
-        timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, limit.reached)
+        timer = asyncio.get_running_loop().call_later(self._limit_s(request), limit.reached)
         try:
             record = await self._attempts(request, shape, began_s)
         except asyncio.CancelledError:
@@ -97,6 +98,10 @@ class SimGateway:
             timer.cancel()
             self.open -= 1
         self.records.append(record)
+
+    def _limit_s(self, request: WorkloadRequest) -> float:
+        """How long a client waits; for a long answer, several times what it should take."""
+        return max(REQUEST_TIMEOUT_S, STREAM_SLACK * self._slo.tpot_s * request.osl)
 
     async def _attempts(
         self, request: WorkloadRequest, shape: RequestShape, began_s: float
