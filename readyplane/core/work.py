@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING
 
@@ -196,6 +197,16 @@ def _bin(edges: Sequence[int], value: int) -> int:
     return max(0, bisect_right(edges, value) - 1)
 
 
+@lru_cache(maxsize=1)
+def _osl_bins() -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Upper end, middle and width of each OSL bin."""
+    import numpy as np
+
+    edges = np.array(OSL_EDGES, dtype=float)
+    upper = np.append(edges[1:], edges[-1] * 2)
+    return upper, (edges + upper) / 2, np.maximum(upper - edges, 1.0)
+
+
 def expected_remaining(
     counts: Sequence[Sequence[float]],
     *,
@@ -222,10 +233,8 @@ def expected_remaining(
     row = np.asarray(counts[_bin(ISL_EDGES, isl)], dtype=float)
     if row.sum() < 20:
         row = np.asarray(counts, dtype=float).sum(axis=0)
-    edges = np.array(OSL_EDGES, dtype=float)
-    upper = np.append(edges[1:], edges[-1] * 2)
-    middle = (edges + upper) / 2
-    alive = np.clip((upper - emitted) / np.maximum(upper - edges, 1.0), 0.0, 1.0)
+    upper, middle, width = _osl_bins()
+    alive = np.minimum(np.maximum((upper - emitted) / width, 0.0), 1.0)
     weight = row * alive
     total = float(weight.sum())
     if total < 1.0:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from readyplane.core.work import ISL_EDGES, LengthStats, expected_remaining
 
-MEANS_MAX = 16_384
+BINS_MAX = 16_384
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class Lengths:
         self._quantile = quantile
         self._since = 0
         self._forecasts: dict[tuple[int, int], tuple[float, float]] = {}
-        self._means: dict[tuple[int, int], float] = {}  # by prompt and emitted tokens
+        self._bins: dict[int, int] = {}  # by prompt tokens
         self._counts = self.stats.snapshot()
         self._snapshot: tuple[tuple[float, ...], ...] | None = self._counts
 
@@ -104,7 +104,6 @@ class Lengths:
             self.stats.age(self._factor)
             self._counts = self.stats.snapshot()
             self._forecasts.clear()
-            self._means.clear()
 
     def snapshot(self) -> tuple[tuple[float, ...], ...]:
         """The counts now."""
@@ -122,20 +121,22 @@ class Lengths:
 
     def remaining_in_all(self, requests: Iterable[tuple[int, int, int | None]]) -> float:
         """Sum of the means of many requests, each (isl, emitted, cap)."""
-        total, means = 0.0, self._means
+        total, bins, forecasts = 0.0, self._bins, self._forecasts
         for isl, emitted, cap in requests:
-            mean = means.get((isl, emitted))
-            if mean is None:
-                mean = self._forecast(isl, emitted)[0]
-                if len(means) < MEANS_MAX:
-                    means[isl, emitted] = mean
+            found = forecasts.get((bins.get(isl, -1), emitted & ~15))
+            mean = (found or self._forecast(isl, emitted))[0]
             if cap is not None and mean > cap - emitted:
                 mean = float(max(1, cap - emitted))
             total += mean
         return total
 
     def _forecast(self, isl: int, emitted: int) -> tuple[float, float]:
-        key = (ISL_EDGES[bisect_right(ISL_EDGES, isl) - 1] if isl > 0 else 0, emitted & ~15)
+        low = self._bins.get(isl)
+        if low is None:
+            low = ISL_EDGES[bisect_right(ISL_EDGES, isl) - 1] if isl > 0 else 0
+            if len(self._bins) < BINS_MAX:
+                self._bins[isl] = low
+        key = (low, emitted & ~15)
         found = self._forecasts.get(key)
         if found is None:
             found = (
