@@ -15,6 +15,7 @@ from readyplane_lab.simulator.world import WorldOptions, run_world
 from readyplane_lab.simulator.world_result import WorldResult
 from readyplane_lab.workload.conversation import Wave, conversation
 from readyplane_lab.workload.request import WorkloadRequest
+from tests.simulation.sim_world import Fixed, Recorder
 
 
 def burst(seed: int = 1) -> list[WorkloadRequest]:
@@ -113,3 +114,18 @@ def test_an_answer_may_take_as_long_as_it_is() -> None:
     result = run_world(WorldOptions(DEMO_POLICY, initial=(1, 1), record=False), long)
     assert [(r.outcome, r.osl) for r in result.records] == [("finished", 12_000)]
     assert result.seconds > 600.0
+
+
+def test_the_router_does_not_forget_a_stream_that_goes_on() -> None:
+    """A reservation of which nobody speaks for 60 s is given up; of these somebody does."""
+    long = tuple(WorkloadRequest(k, 0.1 * k, 200, 4_000, ((k, 200),)) for k in range(4))
+    late = WorkloadRequest(4, 150.0, 200, 20, ((9, 200),))
+    brain = Recorder(Fixed((0.0, 1, 1)))
+    options = WorldOptions(DEMO_POLICY, initial=(1, 1), brain=brain, record=False)
+    result = run_world(options, (*long, late))
+    assert {r.outcome for r in result.records} == {"finished"}
+    began_s = brain.seen[0][0]
+    decoding = {round(t - began_s): o.decoding.get() for t, o in brain.seen}
+    assert decoding[100] == decoding[140] == 4
+    kv = {round(t - began_s): o.kv.get() for t, o in brain.seen}
+    assert kv[140] - kv[100] == pytest.approx(4 * 40.0 / 0.062, rel=0.35)

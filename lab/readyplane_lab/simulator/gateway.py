@@ -17,7 +17,7 @@ from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo
 from readyplane.kit.clock import Clock
 from readyplane.ports import Pair, Router
 from readyplane_agent.engines.modelled.core_events import EngineRequest, Finished, RequestMode
-from readyplane_lab.simulator.engine import LegFailed, SimEngine
+from readyplane_lab.simulator.engine import Leg, LegFailed, SimEngine
 from readyplane_lab.simulator.links import SharedLinks
 from readyplane_lab.simulator.worker import BLOCK_SIZE, SimWorker
 from readyplane_lab.workload.request import WorkloadRequest, prompt_hashes
@@ -26,6 +26,9 @@ REPAIRS_MAX = 1
 MAX_TOKENS_BOUND = 2048
 REQUEST_TIMEOUT_S = 120.0
 STREAM_SLACK = 4.0
+# A gateway tells of progress every 256 tokens; here it is told only of streams that last.
+PROGRESS_TOKENS = 512
+PROGRESS_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +196,24 @@ class SimGateway:
                 output_tokens=1,
             )
         )
-        finished = await leg.finished
+        finished = await self._streamed(pair, leg, first_s)
         return await self._finished(
             request, pair, leg.cached_tokens or 0, began_s, first_s, finished, repaired
         )
+
+    async def _streamed(self, pair: Pair, leg: Leg, first_s: float) -> Finished:
+        """The end of a stream; a long one tells the router that it goes on, or it is given up."""
+        last = leg.request.output_tokens - 1
+        while last >= PROGRESS_TOKENS:
+            done, _ = await asyncio.wait((leg.finished,), timeout=PROGRESS_EVERY_S)
+            if done:
+                break
+            elapsed_s = self._clock.monotonic_s() - first_s
+            emitted = min(last, 1 + int(elapsed_s / max(pair.predicted_tpot_s, 1e-3)))
+            await self._tell(
+                RequestEvent(pair.reservation_id, EventKind.PROGRESS, output_tokens=emitted)
+            )
+        return await leg.finished
 
     async def _finished(
         self,

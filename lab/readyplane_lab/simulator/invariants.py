@@ -71,10 +71,17 @@ def pair_is_ready(pair: Pair, members: Mapping[str, Member]) -> None:
 
 
 def seats_are_booked_once(desk: Desk) -> None:
-    """What each seat holds is what the reservations say, and fits the seat."""
+    """What each seat holds is what the reservations say, and fits the seat.
+
+    An answer that outgrows its reservation is booked for more than was free: such seats may be full
+    beyond their blocks, and their engine preempts.
+    """
     sequences: Counter[str] = Counter()
     blocks: Counter[str] = Counter()
+    outgrown: set[str] = set()
     for held in desk.held.values():
+        if held.emitted > 1:
+            outgrown.add(held.decode.key)
         sequences[held.decode.key] += 1
         blocks[held.decode.key] += held.decode_blocks
         if not held.local:
@@ -89,7 +96,8 @@ def seats_are_booked_once(desk: Desk) -> None:
                 sequences=(seat.sequences, sequences[key]),
                 kv_blocks=(seat.kv_blocks, blocks[key]),
             )
-        if seat.kv_blocks > seat.kv_total_blocks or seat.sequences > seat.max_num_seqs:
+        full = seat.kv_blocks > seat.kv_total_blocks and key not in outgrown
+        if full or seat.sequences > seat.max_num_seqs:
             _hold(
                 False,
                 "a seat is promised twice",
