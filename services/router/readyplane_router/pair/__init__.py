@@ -196,26 +196,32 @@ def _cheapest(
 
     Only pairs that cost less than `below` need to be found.
     """
-    overall, on_node, itself = _grouped(prefills)
+    overall, itself = _grouped(prefills)
+    nodes = {end[2].node for end in prefills}
+    near: dict[tuple[str, str], _P | None] = {}
     urgency = urgency_of(ask, policy)
     local, network = policy.local_link, policy.network_link
     best: _Pair | None = None
     bound = below + TIE_S
+    group, far, linked = "", None, False  # of the last seat: mostly all are alike
     for cost, used, seat, moved in decodes:
+        if seat.kv_key != group:
+            group, far = seat.kv_key, overall.get(seat.kv_key)
+            linked = seat.kv.connector not in NO_CONNECTOR
         ways = []
         if itself and seat.key in itself:
             ways.append((itself[seat.key], 0.0))
-        if seat.kv.connector not in NO_CONNECTOR:
-            near = on_node.get(seat.node)
-            if near is not None:
-                end = _best_of(near, seat.kv_key)
-                if end is not None and end[2] is not seat:
-                    way_s = local.transfer_s(moved, sharers=seat.transfers + 1)
-                    ways.append((end, urgency * way_s))
-            far = overall.get(seat.kv_key)
-            if far is not None and far[0] + cost <= bound and far[2].node != seat.node:
-                way_s = network.transfer_s(moved, sharers=seat.transfers + 1)
-                ways.append((far, urgency * way_s))
+        if linked and seat.node in nodes:
+            place = (seat.node, group)
+            if place not in near:
+                near[place] = _best_at(prefills, *place)
+            end = near[place]
+            if end is not None and end[2] is not seat:
+                way_s = local.transfer_s(moved, sharers=seat.transfers + 1)
+                ways.append((end, urgency * way_s))
+        if far is not None and far[0] + cost <= bound and far[2].node != seat.node:
+            way_s = network.transfer_s(moved, sharers=seat.transfers + 1)
+            ways.append((far, urgency * way_s))
         for end, way_s in ways:
             whole = end[0] + way_s + cost
             if whole > bound:
@@ -227,31 +233,29 @@ def _cheapest(
     return best
 
 
-def _grouped(
-    prefills: Sequence[_P],
-) -> tuple[dict[str, _P], dict[str, list[_P]], dict[str, _P]]:
-    """The best prefill end of each KV format, those of each node, and those that may be local."""
+def _grouped(prefills: Sequence[_P]) -> tuple[dict[str, _P], dict[str, _P]]:
+    """The best prefill end of each KV format with a connector, and those that may be local."""
     overall: dict[str, _P] = {}
-    on_node: dict[str, list[_P]] = {}
     itself: dict[str, _P] = {}
+    group, best, linked = "", None, False
     for end in prefills:
         seat = end[2]
         if seat.role is Role.BOTH:
             itself[seat.key] = end
-        if seat.kv.connector in NO_CONNECTOR:
-            continue
-        had = overall.get(seat.kv_key)
-        if had is None or (end[0] <= had[0] + TIE_S and _before(end, had)):
-            overall[seat.kv_key] = end
-        on_node.setdefault(seat.node, []).append(end)
-    return overall, on_node, itself
+        if seat.kv_key != group:
+            group, best = seat.kv_key, overall.get(seat.kv_key)
+            linked = seat.kv.connector not in NO_CONNECTOR
+        if linked and (best is None or (end[0] <= best[0] + TIE_S and _before(end, best))):
+            best = overall[group] = end
+    return overall, itself
 
 
-def _best_of(ends: Sequence[_P], group: str) -> _P | None:
-    """The best prefill end of a KV format among those of a node."""
+def _best_at(prefills: Sequence[_P], node: str, group: str) -> _P | None:
+    """The best prefill end of a KV format on a node."""
     best: _P | None = None
-    for end in ends:
-        if end[2].kv_key == group and (best is None or _before(end, best)):
+    for end in prefills:
+        seat = end[2]
+        if seat.node == node and seat.kv_key == group and (best is None or _before(end, best)):
             best = end
     return best
 
