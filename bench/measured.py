@@ -51,6 +51,7 @@ GROUP_BY = (
 )
 ROWS_MIN = 6
 HELD_OUT_MIN = 2
+ENGINE_GPUS_MAX = 16
 WAVES = 10  # requests a client sends, as the usual load generators do (an assumption)
 BLOCK = 16
 
@@ -85,6 +86,26 @@ class Verdict:
     groups: int
     left_out: Counter[str]
 
+    def by_clients(self) -> list[tuple[str, int, float, float, float, float]]:
+        """The same by how many clients there were; errors of TTFT and TPOT with their medians' sign."""
+        out = []
+        for low, high in ((1, 16), (17, 32), (33, 64), (65, 10_000)):
+            rows = [p for p in self.predicted if low <= p.row.clients <= high]
+            ttft = [p.ttft_s / p.row.ttft_s - 1.0 for p in rows]
+            tpot = [p.tpot_s / p.row.tpot_s - 1.0 for p in rows]
+            ends = f"{low} to {high}" if high < 10_000 else f"from {low}"
+            out.append(
+                (
+                    ends,
+                    len(rows),
+                    mean(map(abs, ttft)),
+                    median(ttft),
+                    mean(map(abs, tpot)),
+                    median(tpot),
+                )
+            )
+        return out
+
     def table(self) -> list[tuple[str, int, float, float, float, float]]:
         """(GPU class, rows, mean and median error of TTFT, of TPOT), fractions; the last is all."""
         by_system: dict[str, list[Predicted]] = defaultdict(list)
@@ -111,8 +132,11 @@ def judge(path: Path) -> Verdict:
             continue
         groups[tuple(row[name] for name in GROUP_BY)].append(_row(row))
     for key, rows in groups.items():
-        if key[GROUP_BY.index("attention_dp_size")] not in ("", "0", "1"):
+        of = dict(zip(GROUP_BY, key, strict=True))
+        if of["attention_dp_size"] not in ("", "0", "1"):
             verdict.left_out["several engines (attention data parallel)"] += len(rows)
+        elif int(of["tp_size"]) * int(of["pp_size"]) > ENGINE_GPUS_MAX:
+            verdict.left_out[f"a rack (more than {ENGINE_GPUS_MAX} GPUs)"] += len(rows)
         else:
             _judge_group(rows, verdict)
     return verdict

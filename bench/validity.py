@@ -130,6 +130,12 @@ def deployments() -> None:
     print("|---|---|---|---|---|---|")
     for name, count, *errors in found.table():
         print(f"| {name} | {count} | " + " | ".join(f"{e:.1%}" for e in errors) + " |")
+    print("\n| clients | rows | TTFT error, mean | median, signed | TPOT error, mean | median |")
+    print("|---|---|---|---|---|---|")
+    for ends, count, ttft, ttft_sign, tpot, tpot_sign in found.by_clients():
+        print(
+            f"| {ends} | {count} | {ttft:.1%} | {ttft_sign:+.1%} | {tpot:.1%} | {tpot_sign:+.1%} |"
+        )
     left_out = sum(found.left_out.values())
     print(
         f"\n{found.groups} deployments; {found.formed} rows formed profiles, "
