@@ -68,13 +68,15 @@ def test_prefixes_are_found_again() -> None:
 def test_the_same_seed_gives_the_same_run() -> None:
     again = run_world(WorldOptions(DEMO_POLICY), burst())
     assert again == after_burst()
-    other = run_world(WorldOptions(DEMO_POLICY, seed=2), burst())
+    other = run_world(WorldOptions(DEMO_POLICY, seed=2, record=False), burst())
     assert other.lives != again.lives
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_a_crash_costs_no_request_that_had_no_token_yet(role: Role) -> None:
-    result = run_world(WorldOptions(DEMO_POLICY, faults=(Crash(40.0, role),)), burst())
+    result = run_world(
+        WorldOptions(DEMO_POLICY, faults=(Crash(40.0, role),), record=False), burst()
+    )
     ends = {r.outcome for r in result.records}
     cut = [r for r in result.records if r.outcome == "failed"]
     assert len(result.records) == len(burst())
@@ -91,7 +93,7 @@ def test_a_crash_costs_no_request_that_had_no_token_yet(role: Role) -> None:
 def test_a_longer_start_costs_more_misses() -> None:
     def attained(t_ready_s: float) -> int:
         startup = StartUpModel().scaled_to(t_ready_s)
-        result = run_world(WorldOptions(DEMO_POLICY, startup=startup), burst())
+        result = run_world(WorldOptions(DEMO_POLICY, startup=startup, record=False), burst())
         return sum(r.attained for r in result.records)
 
     assert attained(3.0) > attained(40.0)
