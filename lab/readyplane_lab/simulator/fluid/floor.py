@@ -7,7 +7,6 @@ Handed to the run, which asks the planner, and to the faults.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 
@@ -28,6 +27,8 @@ from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
 
 REQUEST_TIMEOUT_S = 120.0
+STREAM_SLACK = 4.0
+"""A client waits for two minutes, and for a long answer several times what it should take."""
 REPAIRS_MAX = 1
 BLOCKED_STEP_S, BLOCKED_FOR_S = 0.1, 1.0
 TYPICAL_ISL = 1000.0
@@ -70,7 +71,8 @@ class Floor:
         self.decode = DecodePool(profiles[1], self.router, self.rows.isl, apart=arrivals.single)
         self._place: dict[int, list[tuple[Batch, float]]] = {}
         self._repaired: dict[int, int] = {}
-        self._open: deque[int] = deque()
+        self._limits: list[tuple[float, int]] = []
+        self._slack_s = STREAM_SLACK * slo.tpot_s
         self._prefilling: list[tuple[float, int]] = []
         self._prefilling_w = self._prefilling_tokens = 0.0
         self._next_row = 0
@@ -163,7 +165,8 @@ class Floor:
         parts = self.decode.book(isl, weight, expected=expected, reserved=reserved, now_s=at_s)
         if parts:
             self._place[row] = parts
-            self._open.append(row)
+            limit_s = max(REQUEST_TIMEOUT_S, self._slack_s * self.rows.osl[row])
+            heappush(self._limits, (self.rows.at[row] + limit_s, row))
         return bool(parts)
 
     def _prefilled(self, row: int, worker: FluidWorker | None, end_s: float) -> None:
@@ -235,10 +238,10 @@ class Floor:
 
     def _time_out(self, now_s: float) -> None:
         """The gateway gives up on what has not ended in time."""
-        rows, place, at = self._open, self._place, self.rows.at
-        while rows and (rows[0] not in place or at[rows[0]] + REQUEST_TIMEOUT_S <= now_s):
-            row = rows.popleft()
-            if row in place:
+        waiting = self._limits
+        while waiting and waiting[0][0] <= now_s:
+            row = heappop(waiting)[1]
+            if row in self._place:
                 self._give_up(row, "timed_out")
 
     def _give_up(self, row: int, outcome: str) -> None:

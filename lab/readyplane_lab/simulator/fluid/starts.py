@@ -55,6 +55,11 @@ class _Pauses:
         await _Pause(max(0.0, seconds))
 
 
+def _never(worker: FluidWorker, at_s: float) -> None:
+    """Nothing is spoilt before the run."""
+    raise AssertionError((worker, at_s))
+
+
 class Starts:
     """All starts under way.
 
@@ -64,6 +69,7 @@ class Starts:
 
     Attributes:
         sources: who gives weights. took_s: the longest of the starts before the run.
+        alone: nobody else reads where one does.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Starts:
         self._on_failed = on_failed
         self._spoilt: dict[str, list[bool]] = {"prefill": [], "decode": []}
         self.took_s = 0.0
+        self.alone = False
         self._clock = _Pauses()
         self.sources = WeightSources(model, clock=self._clock)
         self._courses: dict[FluidWorker, Coroutine[object, None, WeightTier]] = {}
@@ -113,17 +120,13 @@ class Starts:
             self.cancel(worker)
 
     def beforehand(self, workers: Sequence[FluidWorker]) -> list[tuple[float, WeightTier]]:
-        """Starts that began together, the last of which ends at 0: when each was ready, and how.
+        """Starts some time ago, each as if alone, the last of which ends at 0: when, and how.
 
         `took_s` is how long the last one took.
         """
         ready: dict[FluidWorker, float] = {}
-
-        def note(worker: FluidWorker, at_s: float) -> None:
-            ready[worker] = at_s
-            course.sources.add_peer(worker.worker_id)
-
-        course = Starts(self._model, self._draws, on_ready=note, on_failed=note)
+        course = Starts(self._model, self._draws, on_ready=ready.__setitem__, on_failed=_never)
+        course.alone = True
         for worker in workers:
             course.begin(worker, 0.0)
         course.advance(inf)
@@ -157,7 +160,7 @@ class Starts:
         for name in names[:BEFORE_WEIGHTS]:
             await self._clock.sleep(self._seconds(worker, name))
         cached = self._model.is_cached(self._draws, worker.pool, worker.ordinal)
-        tier = await self.sources.fetch(cached=cached)
+        tier = await self.sources.fetch(cached=cached, alone=self.alone)
         if self._spoilt[worker.pool]:
             if self._spoilt[worker.pool].pop(0):
                 await self._clock.sleep(inf)
