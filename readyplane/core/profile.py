@@ -94,7 +94,7 @@ class ClassProfile:
             "slow_factor": self.slow_factor,
         }
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Identity of the profile's content."""
         return digest_of(self.document())
