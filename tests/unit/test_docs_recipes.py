@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,22 @@ from readyplane_lab.proof.port import Contender, Scenario
 TEXT = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
-def recipe(name: str) -> Any:
-    """What the example that makes `name` makes."""
+def recipe(name: str, folder: Path) -> Any:
+    """What the example that makes `name` makes, loaded from a file as it would be."""
     blocks = re.findall(r"```python\n(.*?)```", TEXT.read_text(), flags=re.DOTALL)
     (block,) = [b for b in blocks if re.search(rf"^{name} = ", b, flags=re.MULTILINE)]
-    space: dict[str, Any] = {}
-    exec(compile(block, f"{TEXT.name}: {name}", "exec"), space)
-    return space[name]
+    file = folder / f"recipe_{name.lower()}.py"
+    file.write_text(block)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
 @pytest.fixture(scope="module")
-def scenario() -> Scenario:
-    found = recipe("SCENARIO")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    found = recipe("SCENARIO", tmp_path_factory.mktemp("recipe"))
     assert isinstance(found, Scenario)
     return found
 
@@ -37,8 +42,8 @@ def test_the_scenario_has_the_load_that_it_describes(scenario: Scenario) -> None
     assert before == pytest.approx(7.0, rel=0.1) and after == pytest.approx(14.0, rel=0.1)
 
 
-def test_the_baseline_plays_it_and_its_check_can_fail(scenario: Scenario) -> None:
-    contender = recipe("CONTENDER")
+def test_the_baseline_plays_it_and_its_check_can_fail(scenario: Scenario, tmp_path: Path) -> None:
+    contender = recipe("CONTENDER", tmp_path)
     assert isinstance(contender, Contender)
     case = inputs.make_case(scenario, t_ready_s=30.0, peak=None, seed=1)
     run = play.play(case, contender, contender.default, mode="fluid")
