@@ -149,7 +149,7 @@ def test_a_crash_costs_about_the_same_in_both(role: Role) -> None:
     asked = policy("h100-tp4-llama70b", (1, 1), (4, 4))
     crash = (faults.Crash(60.0, role),)
     events, fluid = both(asked, azure(200.0), initial=(2, 2), t_ready_s=20.0, faults=crash)
-    assert_agree(events, fluid, 0.05)
+    assert attainment(fluid, 0.05) == pytest.approx(attainment(events, 0.05), abs=0.02)
     lost = [result.outcomes.get("failed", 0) for result in (events, fluid)]
     assert lost[1] == pytest.approx(lost[0], abs=8)
     assert sum(bool(life.failure) for life in fluid.lives) == 1
@@ -199,7 +199,7 @@ def test_every_request_ends_once_whatever_goes_wrong(fault: faults.Fault) -> Non
 def test_what_goes_wrong_is_felt() -> None:
     calm = attainment(shaken(None), 0.1)
     for fault in (
-        faults.Stall(20.0, Role.PREFILL, 10.0),
+        faults.Stall(20.0, Role.DECODE, 10.0),
         faults.SpotReclaim(20.0, Role.DECODE, 5.0),
         faults.QuotaDenied(0.0, 60.0),
     ):

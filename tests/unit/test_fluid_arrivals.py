@@ -64,6 +64,13 @@ def test_a_prefix_is_found_again_while_there_is_room_for_it() -> None:
         request(3, system, (4, 200)),
     ]
     assert arrivals_of(requests, block_size=64).cached.tolist() == [0.0, 1024.0, 0.0, 1024.0]
+    chains = arrivals_of(requests, block_size=64).chains
+    assert [[tokens for _, tokens in chain] for chain in chains] == [
+        [1024.0],
+        [1024.0],
+        [],
+        [1024.0],
+    ]
     small = arrivals_of(requests, block_size=64, cache_tokens=4096)
     assert small.cached.tolist() == [0.0, 1024.0, 0.0, 0.0]
     assert not arrivals_of(requests, block_size=64, cache_tokens=0.0).cached.any()

@@ -255,3 +255,28 @@ def test_new_capacity_is_filled_first_where_rows_are_many_requests() -> None:
     decode.join(worker("new", "decode"), 60.0)
     parts = decode.book(1000.0, 4.0, expected=200.0, reserved=400.0, now_s=70.0)
     assert [(len(batch.workers), part) for batch, part in parts] == [(1, 4.0)]
+
+
+def test_a_prompt_goes_to_the_cache_that_holds_its_prefix_unless_that_is_too_busy() -> None:
+    rows, isl = 4, 4096.0
+    at_s = [0.0, 10.0, 10.0, 10.0]
+    whole_s = PROFILE.prefill_s(isl)
+    queue = Servers([isl] * rows, [1.0] * rows, [whole_s] * rows, at_s)
+    queue.chains = (((7, 4032.0),),) * rows
+    both = [worker("p0"), worker("p1")]
+    for each in both:
+        queue.join(each, 0.0)
+    ends: dict[int, tuple[str, float]] = {}
+
+    def done(row: int, by: FluidWorker | None, end_s: float) -> None:
+        ends[row] = (by.worker_id if by else "", end_s)
+
+    for row in range(rows):
+        queue.queue.push(row, isl, 1.0)
+    queue.serve(0.0, 20.0, lambda _row, _at_s: True, done)
+    rest_s = PROFILE.prefill_s(64.0, 4032.0)
+    assert {name for name, _ in list(ends.values())[:3]} == {"p0"}
+    # a hit is so much quicker that it is worth a wait behind another hit
+    want_s = [whole_s, 10.0 + rest_s, 10.0 + 2 * rest_s]
+    assert [ends[row][1] for row in range(3)] == pytest.approx(want_s)
+    assert [each.prefixes for each in both] == [{7}, set()]

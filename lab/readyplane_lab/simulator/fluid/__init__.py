@@ -27,8 +27,10 @@ A row's way:
 5.  Convertible decode workers take prompts in chunks when a row has waited 0.5 s and the prefill
     pool is still busy, up to 0.5 s of such work; it stalls the sequences that decode there.
 
-The prefix cache is one, least recently used first out, as large as those of the first prefill
-workers together; it does not grow with the fleet and loses nothing when a worker goes. There is no
+What prefix caches hold is told per worker for single rows: a worker holds every prefix that it has
+computed, and a prompt goes to whoever is through with it first, given what each one holds. What has
+been evicted is judged by one cache, least recently used first out, as large as those of the first
+prefill workers together. Rows of many requests find what that one cache holds. There is no
 preemption. A drained worker leaves at its second lease renewal, a crashed one is shown for as long
 as its lease lasts. The planner's signals are exact and of this moment, where engines in the event
 mode report every two seconds.

@@ -16,6 +16,8 @@ from readyplane.core.errors import InvalidField
 from readyplane_lab.simulator.outcome import Floats
 from readyplane_lab.workload.request import WorkloadRequest, prompt_hashes
 
+Chains = tuple[tuple[tuple[int, float], ...], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
@@ -26,6 +28,8 @@ class Arrivals:
         cached: prompt tokens that the prefix cache holds.
         weight: requests that a row stands for; where any is not 1, the requests of a row are spread
             evenly until the next row.
+        chains: for each row the prefixes that other rows share, longest first, each as (name,
+            tokens); empty where nothing is shared or rows are many requests.
     """
 
     at_s: Floats
@@ -33,6 +37,7 @@ class Arrivals:
     osl: Floats
     cached: Floats
     weight: Floats
+    chains: Chains = ()
 
     def __post_init__(self) -> None:
         """Check what the run relies on."""
@@ -66,23 +71,28 @@ def arrivals_of(
     Args:
         cache_tokens: size of the one prefix cache, in tokens; the least recently used goes first.
     """
+    cached, chains = _cached(requests, block_size, cache_tokens)
     return Arrivals(
         at_s=np.array([r.at_s for r in requests], dtype=np.float64),
         isl=np.array([r.isl for r in requests], dtype=np.float64),
         osl=np.array([r.osl for r in requests], dtype=np.float64),
-        cached=_cached(requests, block_size, cache_tokens),
+        cached=cached,
         weight=np.ones(len(requests)),
+        chains=chains,
     )
 
 
-def _cached(requests: Sequence[WorkloadRequest], block_size: int, cache_tokens: float) -> Floats:
-    """Leading prompt tokens that the cache holds when each request comes."""
+def _cached(
+    requests: Sequence[WorkloadRequest], block_size: int, cache_tokens: float
+) -> tuple[Floats, Chains]:
+    """Leading prompt tokens that the cache holds when each request comes, and shared prefixes."""
     found = np.zeros(len(requests))
     firsts = [r.parts[0][0] for r in requests if r.parts]
     if len(set(firsts)) == len(firsts) or cache_tokens < block_size:
-        return found
+        return found, ()
     blocks_max = cache_tokens / block_size
     held: OrderedDict[int, None] = OrderedDict()
+    ends: set[int] = set()
     for row, request in enumerate(requests):
         hashes = prompt_hashes(request, block_size)
         most = (request.isl - 1) // block_size
@@ -90,12 +100,19 @@ def _cached(requests: Sequence[WorkloadRequest], block_size: int, cache_tokens: 
         while hits < most and hashes[hits] in held:
             hits += 1
         found[row] = hits * block_size
+        if hits:
+            ends.add(hashes[hits - 1])
         for value in reversed(hashes):  # the end of a prompt goes before its beginning
             held[value] = None
             held.move_to_end(value)
         while len(held) > blocks_max:
             held.popitem(last=False)
-    return found
+    chains = []
+    for request in requests:
+        hashes = prompt_hashes(request, block_size)
+        passed = [(h, float((i + 1) * block_size)) for i, h in enumerate(hashes) if h in ends]
+        chains.append(tuple(reversed(passed)))
+    return found, tuple(chains)
 
 
 def binned(arrivals: Arrivals, *, bin_s: float, rows: int) -> Arrivals:

@@ -25,7 +25,7 @@ class FluidWorker:
         lost_until_s: crashed, and the router does not know before then. hidden: the
             router does not know it now.
         free_s: when its prefill queue is worked off. jobs: (done, row, tokens) of it.
-        promised, computed: prompt tokens; seen_*: as of the last look.
+        prefixes: names of those its cache holds. promised, computed: prompt tokens; seen_*: as of the last look.
     """
 
     worker_id: str
@@ -45,6 +45,7 @@ class FluidWorker:
     tier: WeightTier = WeightTier.UNKNOWN
     free_s: float = 0.0
     jobs: deque[tuple[float, int, float]] = field(default_factory=deque)
+    prefixes: set[int] = field(default_factory=set)
     promised: float = 0.0
     computed: float = 0.0
     seen_computed: float = 0.0

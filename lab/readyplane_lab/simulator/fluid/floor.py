@@ -66,6 +66,8 @@ class Floor:
         self.prefill: Servers | Stream = pool(
             self.rows.isl, self.rows.weight, self.rows.service_s, self.rows.since
         )
+        if isinstance(self.prefill, Servers):
+            self.prefill.chains = self.rows.chains
         if options.convertible:
             self.prefill.lend = self._lent
         self.decode = DecodePool(profiles[1], self.router, self.rows.isl, apart=arrivals.single)

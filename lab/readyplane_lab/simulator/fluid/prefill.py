@@ -18,7 +18,7 @@ from math import exp, inf, log, sqrt
 import numpy as np
 
 from readyplane.core.profile import ClassProfile
-from readyplane_lab.simulator.fluid.arrivals import Arrivals
+from readyplane_lab.simulator.fluid.arrivals import Arrivals, Chains
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
 from readyplane_lab.simulator.outcome import Floats
 from readyplane_router.pair import PairPolicy
@@ -113,6 +113,7 @@ class Servers:
         del weight  # every row is one request
         self.queue = Queue()
         self.lend: Lend | None = None
+        self.chains: Chains = ()
         self._isl = isl
         self._service_s = service_s
         self._since_s = since_s
@@ -160,11 +161,32 @@ class Servers:
                 if found is None:
                     return
                 row = found
-            worker = free[0][2]
-            worker.free_s = end_s = max(bound_s, free_s) + service_s[row]
+            place, own_s = (0, service_s[row]) if not self.chains else self._placed(row, bound_s)
+            free_s, _, worker = free[place]
+            worker.free_s = end_s = max(bound_s, free_s) + own_s
             self._ties += 1
-            heapreplace(free, (end_s, self._ties, worker))
+            if place == 0:
+                heapreplace(free, (end_s, self._ties, worker))
+            else:
+                free[place] = (end_s, self._ties, worker)
+                heapify(free)
             done(row, worker, end_s)
+
+    def _placed(self, row: int, at_s: float) -> tuple[int, float]:
+        """Who may have it and is through with it first, by what each one's cache holds."""
+        chain, isl = self.chains[row], self._isl[row]
+        place, best_s, own_s = 0, inf, 0.0
+        for k, (free_s, _, worker) in enumerate(self._free):
+            if free_s > at_s + AHEAD_S:
+                continue
+            cached = next((tokens for name, tokens in chain if name in worker.prefixes), 0.0)
+            cached = min(cached, isl - 1.0)
+            service_s = worker.profile.prefill_s(isl - cached, cached)
+            end_s = max(at_s, free_s) + service_s
+            if end_s < best_s - 1e-9:
+                place, best_s, own_s = k, end_s, service_s
+        self._free[place][2].prefixes.update(name for name, _ in chain)
+        return place, own_s
 
     def _past(self, head: int, at_s: float, until_s: float, book: Book) -> int | None:
         """Somebody behind the head of the queue who needs less, while the head has patience."""

@@ -42,6 +42,7 @@ class Rows:
         moved_s = link.setup_s + moved / link.bandwidth_bytes_per_s
         self.moved_s: list[float] = moved_s.tolist()
         self.service_s: list[float] = prefill_seconds(prefill, arrivals).tolist()
+        self.chains = arrivals.chains
         self.since = list(self.at)
         self.outcomes: dict[str, float] = defaultdict(float)
         self.totals = Totals()
