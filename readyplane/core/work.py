@@ -208,7 +208,7 @@ def _osl_bins() -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.fl
 
 
 def expected_remaining(
-    counts: Sequence[Sequence[float]],
+    counts: Sequence[Sequence[float]] | NDArray[np.float64],
     *,
     isl: int,
     emitted: int,

@@ -91,8 +91,8 @@ class Lengths:
         self._since = 0
         self._forecasts: dict[tuple[int, int], tuple[float, float]] = {}
         self._bins: dict[int, int] = {}  # by prompt tokens
-        self._counts = self.stats.snapshot()
-        self._snapshot: tuple[tuple[float, ...], ...] | None = self._counts
+        self._counts = self.stats.counts.copy()
+        self._snapshot: tuple[tuple[float, ...], ...] | None = None
 
     def add(self, isl: int, osl: int) -> None:
         """One finished request."""
@@ -102,7 +102,7 @@ class Lengths:
         if self._since >= self.REFRESH_EVERY:
             self._since = 0
             self.stats.age(self._factor)
-            self._counts = self.stats.snapshot()
+            self._counts = self.stats.counts.copy()
             self._forecasts.clear()
 
     def snapshot(self) -> tuple[tuple[float, ...], ...]:
