@@ -99,11 +99,13 @@ class World:
     incarnation: str = "router-1"
     router_begun_s: float = 0.0
     away: bool = False
+    frozen: bool = False
     actuator_away: bool = False
     empty: bool = False
     queue: float = 0.0
     sequences: float = 0.0
     totals: dict[str, float] = field(default_factory=dict)
+    last_signals: RouterSignals | None = None
     ttft_s: float = 0.5
     tpot_s: float = 0.06
     provisions: list[Order] = field(default_factory=list)
@@ -221,6 +223,12 @@ class World:
     async def signals(self, model: str = "") -> RouterSignals:
         if self.away:
             raise Unavailable("router away", "wait")
+        if self.frozen and self.last_signals is not None:
+            return self.last_signals
+        self.last_signals = self._signals_now()
+        return self.last_signals
+
+    def _signals_now(self) -> RouterSignals:
         now_s = self.clock.now_s
         fleet = Fleet(
             1,

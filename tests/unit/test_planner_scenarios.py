@@ -107,6 +107,22 @@ async def test_router_away_keeps_everything() -> None:
     assert (await run.service.state())["degraded"] == ""
 
 
+async def test_answers_that_stand_still_are_no_news() -> None:
+    """The same answer again says nothing of the time since: no zero rate, and nobody drained."""
+    run = await planner(world(rps=noisy(6.0)))
+    await run.step(100)
+    before = run.desired[-1][1:]
+    drained = len(run.world.drains)
+    run.world.frozen = True
+    await run.step(60)
+    assert run.desired[-1][1:] == before and len(run.world.drains) == drained
+    state = await run.service.state()
+    assert "stands still" in state["degraded"]
+    run.world.frozen = False
+    await run.step(30)
+    assert (await run.service.state())["degraded"] == ""
+
+
 async def test_router_restart_mid_peak_holds() -> None:
     """B16: right after a restart the rate is unknown, not zero."""
     run = await planner(world(rps=noisy(6.0)))

@@ -36,7 +36,7 @@ from readyplane_planner.leadership import Leadership
 from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.outcomes import Follower
 from readyplane_planner.policy import Policy, make_plan, merged, pool_profiles, read_policy
-from readyplane_planner.signals import Observation, RouterSample, observe
+from readyplane_planner.signals import Observation, RouterSample, observe, stands_still
 from readyplane_planner.sources import Look, Sources, allocations
 from readyplane_planner.starts import StartBook, samples_from
 from readyplane_planner.state import History, Seen, state_document, state_pools
@@ -257,10 +257,14 @@ class PlannerService:
 
     async def _look(self) -> Look:
         look = await self._sources.look()
+        router, still = look.router, ""
+        if router is not None and self._current is not None:
+            still = stands_still(self._current, router)
+            router = None if still else router
         # Without a new answer both are the same one: no rate can be made of it twice.
-        self._previous, self._current = self._current, look.router or self._current
+        self._previous, self._current = self._current, router or self._current
         advice = ADVISORY if self._hand.advisory else ""
-        self._degraded = look.router_error or look.actuator_error or advice
+        self._degraded = look.router_error or still or look.actuator_error or advice
         return look
 
     def _awaited(self) -> set[str]:

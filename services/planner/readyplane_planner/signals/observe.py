@@ -99,6 +99,18 @@ def observe(
     )
 
 
+def stands_still(before: RouterSample, now: RouterSample) -> str:
+    """Why an answer tells nothing new, empty when it does.
+
+    A router counts its own uptime, so an answer of one life without more of it is an old one that
+    somebody hands out again (a cache, a proxy, a stuck task). Taken for new it would say that
+    nothing arrives, and a loaded pool would be shrunk.
+    """
+    if now.incarnation != before.incarnation or now.uptime_s > before.uptime_s:
+        return ""
+    return f"the router's answer stands still at {now.uptime_s:.1f} s of its life"
+
+
 def _freshness(
     previous: RouterSample | None, current: RouterSample | None, age_s: float, priors: Priors
 ) -> tuple[Kind, str]:
