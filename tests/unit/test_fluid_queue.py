@@ -262,7 +262,7 @@ def test_a_prompt_goes_to_the_cache_that_holds_its_prefix_unless_that_is_too_bus
     at_s = [0.0, 10.0, 10.0, 10.0]
     whole_s = PROFILE.prefill_s(isl)
     queue = Servers([isl] * rows, [1.0] * rows, [whole_s] * rows, at_s)
-    queue.chains = (((7, 4032.0),),) * rows
+    queue.chains, queue.cached = (((7, 4032.0),),) * rows, [4032.0] * rows
     both = [worker("p0"), worker("p1")]
     for each in both:
         queue.join(each, 0.0)

@@ -68,6 +68,7 @@ class Floor:
         )
         if isinstance(self.prefill, Servers):
             self.prefill.chains = self.rows.chains
+            self.prefill.cached = arrivals.cached.tolist()
         if options.convertible:
             self.prefill.lend = self._lent
         self.decode = DecodePool(profiles[1], self.router, self.rows.isl, apart=arrivals.single)

@@ -101,6 +101,10 @@ class Queue:
 class Servers:
     """Every row is one request: each is bound to the server that is free first, as soon as that has
     little enough work left.
+
+    Attributes:
+        chains, cached: shared prefixes of each row, and tokens of them that are not yet evicted;
+            without chains, `service_s` says it all.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class Servers:
         self.queue = Queue()
         self.lend: Lend | None = None
         self.chains: Chains = ()
+        self.cached: list[float] = []
         self._isl = isl
         self._service_s = service_s
         self._since_s = since_s
@@ -175,12 +180,13 @@ class Servers:
     def _placed(self, row: int, at_s: float) -> tuple[int, float]:
         """Who may have it and is through with it first, by what each one's cache holds."""
         chain, isl = self.chains[row], self._isl[row]
+        most = min(self.cached[row], isl - 1.0)
         place, best_s, own_s = 0, inf, 0.0
         for k, (free_s, _, worker) in enumerate(self._free):
             if free_s > at_s + AHEAD_S:
                 continue
             cached = next((tokens for name, tokens in chain if name in worker.prefixes), 0.0)
-            cached = min(cached, isl - 1.0)
+            cached = min(cached, most)
             service_s = worker.profile.prefill_s(isl - cached, cached)
             end_s = max(at_s, free_s) + service_s
             if end_s < best_s - 1e-9:
