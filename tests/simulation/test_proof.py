@@ -66,7 +66,7 @@ def test_no_fleet_without_a_miss_is_below_the_floor(tmp_path: Path) -> None:
     for name in ("static-peak", "hpa", "clairvoyant"):
         knob = entrants.contenders()[name].values[-1]
         for mode in ("fluid", "event"):
-            run = steps.run(SMALL.job(mode, name, knob))  # type: ignore[arg-type]
+            run = steps.run(SMALL.job(mode, name, knob))
             perfect += run["scores"]["attainment"] == 1.0
     assert perfect >= 2, "the test says nothing if nobody attains everything"
     assert steps.undercut == []

@@ -127,3 +127,18 @@ def test_replay_of_a_trace_with_a_policy(cli: Terminal, tmp_path: Path) -> None:
     policy.write_text("prefil: {min: 2}\n")
     refused = cli(*argv)
     assert refused.code == 2 and "did you mean policy.prefill?" in refused.err
+
+
+def test_replay_of_a_trace_under_two_rules(cli: Terminal, tmp_path: Path) -> None:
+    trace = tmp_path / "small.csv"
+    trace.write_text("\n".join(AZURE) + "\n")
+    argv = ("replay", "--trace", str(trace), "--compare", "readyplane,hpa:0.5", "--t-ready", "10")
+    said = cli(*argv, "--out", str(tmp_path / "o"))
+    assert said.code == 0, said.err
+    assert "hpa at 0.5" in said.out and "attained" in said.out
+    document = json.loads((tmp_path / "o" / "replay.json").read_text())
+    assert sorted(document["runs"]) == ["hpa at 0.5", "readyplane"]
+    for run in document["runs"].values():
+        assert run["scores"]["arrivals"] == document["requests"] == 5
+        assert run["scores"]["attainment"] == 1.0 and run["scores"]["gpu_hours"] > 0
+    assert (tmp_path / "o" / "replay.png").stat().st_size > 10_000

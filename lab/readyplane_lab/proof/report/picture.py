@@ -56,6 +56,7 @@ def draw_runs(document: Mapping[str, Any], path: Path) -> None:
         unit = UNITS.get(name, (1.0, ""))[1]
         axis.set_ylabel(f"{name.upper()} P90, {unit}" if unit else _said(name))
     for axis in axes[:2, 0]:
+        axis.set_ylim(bottom=0)  # once all columns are drawn: it holds for the whole row
         axis.legend(loc="upper left", ncols=2)
     figure.savefig(path, dpi=100, metadata={"Software": None})
     plt.close(figure)
@@ -77,7 +78,6 @@ def _pool(axis: Any, run: Mapping[str, Any], pool: str) -> None:
         ("target", "C3--", "target"),
     ):
         axis.step(t, _values(trace[f"{pool}.{key}"]), style, where="mid", label=label)
-    axis.set_ylim(bottom=0)
     for decision in run["decisions"]:
         for change in decision.get("changes") or ():
             if change.get("pool") == pool and decision.get("at_s") is not None:
