@@ -30,6 +30,7 @@ from readyplane_lab.proof.port import Disturbances, Hindsight, Scenario, Setting
 from readyplane_lab.simulator.fluid import Arrivals, arrivals_of
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.workload.request import WorkloadRequest
+from readyplane_planner.policy import overlay
 
 MODEL = "proof"
 BLOCK_SIZE = 64
@@ -212,16 +213,4 @@ def _policy(
         )
     }
     slo = {"ttft_s": setting.slo.ttft_s, "tpot_s": setting.slo.tpot_s}
-    return overlaid({"model": MODEL, "slo": slo, **pools}, scenario.policy)
-
-
-def overlaid(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy document with changes laid over it, objects field by field."""
-    out = dict(base)
-    for name, value in changes.items():
-        below = out.get(name)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            out[name] = overlaid(below, value)
-        else:
-            out[name] = value
-    return out
+    return overlay({"model": MODEL, "slo": slo, **pools}, scenario.policy)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from readyplane_lab.proof.inputs import BLOCK_SIZE, Case, overlaid
+from readyplane_lab.proof.inputs import BLOCK_SIZE, Case
 from readyplane_lab.proof.port import Contender, Fielded
 from readyplane_lab.simulator.fluid import FluidOptions, run_fluid
 from readyplane_lab.simulator.outcome import RunResult
 from readyplane_lab.simulator.world import WorldOptions, run_world
+from readyplane_planner.policy import overlay
 
 FINE_SPAN_S, FINE_STEP_S, COARSE_STEP_S = 7200.0, 1.0, 5.0
 
@@ -33,7 +34,7 @@ def play_fielded(case: Case, fielded: Fielded, *, mode: str) -> RunResult:
 
 def _options(case: Case, fielded: Fielded) -> dict[str, Any]:
     return {
-        "policy": overlaid(case.policy, fielded.policy),
+        "policy": overlay(case.policy, fielded.policy),
         "seed": case.seed,
         "startup": case.startup,
         "brain": fielded.brain,

@@ -13,7 +13,7 @@ from typing import Any
 
 from readyplane.core.errors import InvalidField
 from readyplane_lab.proof import entrants
-from readyplane_lab.proof.inputs import Case, make_case, overlaid
+from readyplane_lab.proof.inputs import Case, make_case
 from readyplane_lab.proof.jobs import told, trace_of
 from readyplane_lab.proof.measure import score
 from readyplane_lab.proof.ours import CONTENDER as OURS
@@ -22,6 +22,7 @@ from readyplane_lab.proof.port import Contender, Fielded, Scenario, find
 from readyplane_lab.proof.report.picture import draw_runs
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_lab.workload.scaling import scaled
+from readyplane_planner.policy import overlay
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def write_versus(out: Path, document: Mapping[str, Any]) -> tuple[Path, Path]:
 def _run(case: Case, one: Player) -> dict[str, Any]:
     fielded = one.contender.make(one.knob, case.setting)
     if one.policy is not None:
-        fielded = Fielded(fielded.brain, overlaid(fielded.policy, one.policy))
+        fielded = Fielded(fielded.brain, overlay(fielded.policy, one.policy))
     run = play_fielded(case, fielded, mode="event")
     found = score(run, slo=case.setting.slo, times=case.times, hindsight=case.hindsight)
     unexpected = case.scenario.check(run) if one.contender is OURS else ()

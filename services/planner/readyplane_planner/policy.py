@@ -221,7 +221,7 @@ def merged(policy: Policy, changes: Mapping[str, Any]) -> Policy:
     """The policy with the given fields changed; objects are merged field by field."""
     if not isinstance(changes, Mapping):
         raise InvalidField("policy", changes, "write an object of policy fields")
-    return read_policy(_overlay(policy.document(), changes))
+    return read_policy(overlay(policy.document(), changes))
 
 
 def load_policy(path: Path) -> Policy:
@@ -384,12 +384,13 @@ def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
             yield from _paths(inner, f"{prefix}.{name}")
 
 
-def _overlay(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A policy document with changes laid over it, objects field by field."""
     out = dict(base)
     for name, value in changes.items():
         below = out.get(name)
-        if isinstance(below, dict) and isinstance(value, Mapping):
-            out[name] = _overlay(below, value)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            out[name] = overlay(below, value)
         else:
             out[name] = value
     return out
