@@ -27,7 +27,7 @@ from readyplane_lab.proof.oracle.demand import (
     request_work,
 )
 from readyplane_lab.proof.port import Disturbances, Hindsight, Scenario, Setting
-from readyplane_lab.simulator.fluid import Arrivals, arrivals_of
+from readyplane_lab.simulator.fluid import Arrivals, arrivals_of, binned
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_planner.policy import overlay
@@ -43,6 +43,8 @@ SPARE = 1.6
 STARTS_DRAWN = 256
 SCALINGS = 3
 PEAK_TOLERANCE = 0.1
+LARGE_REQUESTS = 150_000
+BIN_S, BIN_ROWS = 2.0, 16
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,15 @@ class Case:
     _columns: dict[int, Arrivals] = field(default_factory=dict, repr=False)
 
     def arrivals(self, prefill_workers: int) -> Arrivals:
-        """The workload in columns, with the prefix cache of a first fleet; made once."""
+        """The workload in columns, with the prefix cache of a first fleet; made once.
+
+        A row of a large one stands for several requests, without a prefix cache.
+        """
         if prefill_workers not in self._columns:
             tokens = float(prefill_workers * self.setting.prefill.kv_capacity_tokens)
-            self._columns[prefill_workers] = arrivals_of(
-                self.requests, block_size=BLOCK_SIZE, cache_tokens=tokens
-            )
+            made = arrivals_of(self.requests, block_size=BLOCK_SIZE, cache_tokens=tokens)
+            large = len(made) > LARGE_REQUESTS
+            self._columns[prefill_workers] = binned(made, bin_s=BIN_S, rows=BIN_ROWS) if large else made
         return self._columns[prefill_workers]
 
     @property

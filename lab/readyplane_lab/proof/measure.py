@@ -6,6 +6,7 @@ None, never zero.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -21,6 +22,8 @@ EXCESS_CAP = 10.0
 """Most that one request adds to a violation, in multiples of its target; a miss without an answer
 adds just that."""
 POOLS = ("prefill", "decode")
+IDLE = re.compile(r"gpu_s\.\w+\.idle")
+"""Counts of the event mode: GPU-seconds in which a ready worker had nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def score(run: RunResult, *, slo: Slo, times: Times, hindsight: Hindsight) -> Sc
     )
     short = _short(run.lives, hindsight, span_s)
     waits = [life.ready_s - life.allocated_s for life in started if life.ready_s is not None]
-    idle = run.counts.get("idle_gpu_s")
+    idle = [s for name, s in run.counts.items() if IDLE.fullmatch(name)]
     return Scores(
         arrivals=round(total),
         attainment=float(served.weight[met].sum() / total) if total else 1.0,
@@ -125,7 +128,7 @@ def score(run: RunResult, *, slo: Slo, times: Times, hindsight: Hindsight) -> Sc
         ready_gpu_hours=bill["ready"] / 3600,
         drain_gpu_hours=bill["drain"] / 3600,
         never_gpu_hours=bill["never"] / 3600,
-        idle_gpu_hours=None if idle is None else idle / 3600,
+        idle_gpu_hours=sum(idle) / 3600 if idle else None,
         cost=_cost(run.lives, span_s),
         peak_cost_per_h=_peak_cost(run.lives, span_s),
         starts=len(started),

@@ -12,6 +12,7 @@ from typing import Any
 
 from readyplane_lab.proof import entrants
 from readyplane_lab.proof.bounds import undercut
+from readyplane_lab.proof.inputs import LARGE_REQUESTS
 from readyplane_lab.proof.jobs import Job, Mode, Results, execute
 from readyplane_lab.proof.port import Contender
 from readyplane_lab.proof.verdict import (
@@ -25,8 +26,6 @@ from readyplane_lab.proof.verdict import (
 )
 
 Tell = Callable[[str, float], None]
-EVENT_REQUESTS_MAX = 150_000
-"""Larger inputs get one event run for each contender worth it, and a bracket in the fluid mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def settle(errand: Errand, results: Results, tell: Tell) -> tuple[Input, dict[st
     sweeps: dict[str, dict[float, Mapping[str, Any]]] = {}
     for name, contender in contenders.items():
         entries[name], sweeps[name] = _swept(errand, contender, steps)
-    heavy = bound["requests"] > EVENT_REQUESTS_MAX
+    heavy = bound["requests"] > LARGE_REQUESTS
     chosen = worth_confirming(list(entries.values()), errand.attainment)
     shown: dict[str, Any] = {}
     for name, entry in entries.items():
