@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,3 +116,28 @@ def test_what_is_not_there_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(InvalidField, match=re.escape(said.split(":", maxsplit=1)[0])):
         prove.prove(ask, tmp_path)
+
+
+def children(pid: int) -> list[int]:
+    """Processes started by one, and by those."""
+    file = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(child) for child in file.read_text().split()] if file.exists() else []
+    return [*found, *(grandchild for child in found for grandchild in children(child))]
+
+
+def test_a_killed_proof_leaves_no_process_behind(tmp_path: Path) -> None:
+    argv = (sys.executable, "-m", "readyplane_lab.cli", "prove", "--scenario", "flash-crowd")
+    running = subprocess.Popen([*argv, "--processes", "2", "--out", str(tmp_path)])
+    deadline = time.monotonic() + 30.0
+    while len(children(running.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    started = children(running.pid)
+    assert len(started) >= 2
+    running.kill()
+    running.wait()
+    deadline = time.monotonic() + 15.0
+    left = started
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left = [pid for pid in left if Path(f"/proc/{pid}").exists()]
+    assert left == []

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, Self
@@ -206,8 +208,9 @@ class _Crew:
         self._folder = folder
         self._processes = processes
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(processes, mp_context=context)
-        self._manager: SyncManager = context.Manager()
+        self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent)
+        self._manager = SyncManager(ctx=context)
+        self._manager.start(initializer=end_with_parent)
         self._said: Any = self._manager.Queue()
 
     def __enter__(self) -> Self:
@@ -244,6 +247,21 @@ class _Crew:
             shares[key] = max(shares[key], share)
         if shares:
             progress(text, sum(shares.values()) / len(shares))
+
+
+def end_with_parent() -> None:
+    """End this process as soon as its parent is gone, whatever ended it.
+
+    A process of a pool else finishes what it does, which may be hours of nobody's work.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "for processes that were started by another"
+
+    def watch() -> None:
+        wait_for_any([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
 
 
 def _settle(errand: Errand, folder: str, said: Any) -> tuple[Input, dict[str, Any]]:
