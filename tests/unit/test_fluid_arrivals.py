@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -86,5 +88,6 @@ def test_the_same_prompt_still_computes_its_last_block() -> None:
 )
 def test_columns_that_make_no_sense_are_refused(column: dict[str, list[float]]) -> None:
     sound = {name: np.ones(2) for name in ("at_s", "isl", "osl", "cached", "weight")}
+    columns: dict[str, Any] = {**sound, **{name: np.array(v) for name, v in column.items()}}
     with pytest.raises(InvalidField):
-        Arrivals(**{**sound, **{name: np.array(v) for name, v in column.items()}})
+        Arrivals(**columns)

@@ -79,7 +79,9 @@ class Case:
             tokens = float(prefill_workers * self.setting.prefill.kv_capacity_tokens)
             made = arrivals_of(self.requests, block_size=BLOCK_SIZE, cache_tokens=tokens)
             large = len(made) > LARGE_REQUESTS
-            self._columns[prefill_workers] = binned(made, bin_s=BIN_S, rows=BIN_ROWS) if large else made
+            self._columns[prefill_workers] = (
+                binned(made, bin_s=BIN_S, rows=BIN_ROWS) if large else made
+            )
         return self._columns[prefill_workers]
 
     @property

@@ -130,6 +130,7 @@ class Scenario:
         startup: overrides of `StartUpModel` fields (say `store_bytes_per_s`).
         initial: ready workers at the first arrival; None: what the first minute needs.
         policy: planner policy fields that belong to the scenario (say a quota).
+        variant: of another scenario; played when it is named, or in a full proof.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Scenario:
     startup: Mapping[str, Any] = field(default_factory=dict)
     initial: tuple[int, int] | None = None
     policy: Mapping[str, Any] = field(default_factory=dict)
+    variant: bool = False
 
 
 def find(name: str, among: Mapping[str, Any], what: str) -> Any:

@@ -33,6 +33,7 @@ QUICK_SCENARIOS = ("isl-burst", "flash-crowd")
 QUICK_CONTENDERS = ("static-peak", "hpa", "kpa", "dynamo-throughput", "clairvoyant")
 QUICK_PEAK = 5.0
 QUICK_KNOBS = 3
+RIVALS_FOLLOWED = 3
 POLL_S = 0.5
 
 Progress = Callable[[str, float], None]
@@ -128,7 +129,8 @@ def _centre(ask: Ask) -> Iterator[Errand]:
     if not (ask.t_ready_s and ask.peaks and ask.seeds):
         raise InvalidField("grid", "empty", "give at least one T_ready, one peak and one seed")
     known = entrants.scenarios()
-    names = ask.scenarios or (QUICK_SCENARIOS if ask.quick else tuple(known))
+    every = tuple(name for name, one in known.items() if ask.full or not one.variant)
+    names = ask.scenarios or (QUICK_SCENARIOS if ask.quick else every)
     for name in names:
         find(name, known, "--scenario")
         yield Errand(
@@ -167,7 +169,7 @@ def _factors(
                 t_ready_s=t_ready_s,
                 peak=peak,
                 seed=seed,
-                contenders=errand.contenders,
+                contenders=errand.contenders if ask.full else tuple(knobs),
                 attainment=ask.attainment,
                 events=ask.full and ask.events,
                 centre=False,
@@ -188,9 +190,19 @@ def _grid(ask: Ask) -> list[tuple[float, float, int]]:
 
 
 def _chosen(document: Mapping[str, Any]) -> dict[str, float]:
-    knobs = {name: entry["chosen"] for name, entry in document["entries"].items()}
+    """Whom to follow off the centre, at which knob: ours, the bounds and the cheapest rivals."""
+    entries: Mapping[str, Mapping[str, Any]] = document["entries"]
+    rivals = [
+        (float(entry[entry["mode"]][str(entry["chosen"])]["gpu_hours"]), name)
+        for name, entry in entries.items()
+        if entry["reached"] and not entry["bound"] and name != OURS
+    ]
+    names = [
+        *(name for _, name in sorted(rivals)[:RIVALS_FOLLOWED]),
+        *(name for name, entry in entries.items() if entry["bound"]),
+    ]
     ours = entrants.contenders()[OURS]
-    return {**knobs, OURS: ours.default}
+    return {OURS: ours.default, **{name: float(entries[name]["chosen"]) for name in names}}
 
 
 @dataclass(slots=True)

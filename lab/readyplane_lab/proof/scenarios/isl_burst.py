@@ -36,6 +36,7 @@ def _scenario(ramp_s: float) -> Scenario:
             "more KV); five minutes later at least 95 % of the arrivals meet both targets again."
         ),
         check=check,
+        variant=ramp_s > 0,
     )
 
 
