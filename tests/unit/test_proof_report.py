@@ -14,6 +14,7 @@ from readyplane_lab.proof.report import write_report
 from readyplane_lab.proof.report.chart import Axes, Level, Series, draw
 from readyplane_lab.proof.report.page import page
 from readyplane_lab.proof.report.sheet import sheet
+from readyplane_lab.proof.report.standings import standings
 
 TRACE_KEYS = (
     *(f"{pool}.{name}" for pool in ("prefill", "decode") for name in ("need", "held", "target")),
@@ -147,6 +148,16 @@ def test_the_sheet_has_a_row_for_every_run(document: dict[str, Any]) -> None:
 def test_files_are_written_whole(document: dict[str, Any], tmp_path: Path) -> None:
     files = write_report(document, tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == sorted(f.name for f in files)
+
+
+def test_the_standings_give_no_figure_below_the_attainment(document: dict[str, Any]) -> None:
+    (row,) = [line for line in standings(document).splitlines() if line.startswith("| az-conv")]
+    assert row == "| az-conv | 12.0 | 99.50% | 11.0 hpa at 0.1 | 8.0 | 9.0 | 1.33 |"
+    one = document["inputs"]["60.0"]
+    one["ours"]["scores"] = scores(0.98, 5.0)
+    one["entries"]["hpa"] = entry(0.95, 3.0)
+    (row,) = [line for line in standings(document).splitlines() if line.startswith("| az-conv")]
+    assert row == "| az-conv | (5.0) | 98.00% | none (hpa at 0.1: 95.00%) | 8.0 | 9.0 | - |"
 
 
 def svg(text: str) -> ET.Element:

@@ -33,7 +33,7 @@ PROCESSES_MAX = 256
 def prove(
     out: Annotated[
         Path,
-        typer.Option(metavar="DIR", help="Gets report.html, proof.json, proof.csv and the runs."),
+        typer.Option(metavar="DIR", help="Gets report.html, standings.md, proof.json, proof.csv, the runs."),
     ],
     quick: Annotated[
         bool, switch("--quick", text="Two short inputs and few baselines: a look, not a proof.")

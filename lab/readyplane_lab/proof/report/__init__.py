@@ -12,12 +12,14 @@ from typing import Any
 
 from readyplane_lab.proof.report.page import page
 from readyplane_lab.proof.report.sheet import sheet
+from readyplane_lab.proof.report.standings import standings
 
 
 def write_report(document: Mapping[str, Any], out: Path) -> tuple[Path, ...]:
-    """`report.html` and `proof.csv` in `out`."""
-    files = (out / "report.html", out / "proof.csv")
-    for file, text in zip(files, (page(document), sheet(document)), strict=True):
+    """`report.html`, `proof.csv` and `standings.md` in `out`."""
+    files = (out / "report.html", out / "proof.csv", out / "standings.md")
+    texts = (page(document), sheet(document), standings(document))
+    for file, text in zip(files, texts, strict=True):
         part = file.with_suffix(".part")
         part.write_text(text, encoding="utf-8")
         part.replace(file)
