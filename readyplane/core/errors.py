@@ -19,6 +19,19 @@ class ReadyplaneError(Exception):
         """Stable machine-readable reason."""
         return type(self).__name__
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive the way to another process: `__init__` takes other arguments than `args`."""
+        return _again, (type(self), self.args, dict(self.__dict__))
+
+
+def _again(
+    kind: type[ReadyplaneError], args: tuple[object, ...], fields: dict[str, object]
+) -> ReadyplaneError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
 
 class InvalidField(ReadyplaneError):
     """A field of a request, manifest, policy or setting is wrong.

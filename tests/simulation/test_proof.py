@@ -83,7 +83,7 @@ def test_an_impossible_bill_is_found() -> None:
     }
 
     def said(gpu_hours: float, attainment: float = 1.0, **fielded: Any) -> str:
-        scores = {"gpu_hours": gpu_hours, "attainment": attainment}
+        scores = {"gpu_hours": gpu_hours, "attainment": attainment, "starts": 3}
         usual = {"initial": None, "convertible": False}
         return undercut(bound, {"scores": scores, "fielded": {**usual, **fielded}})
 
@@ -141,3 +141,44 @@ def test_a_killed_proof_leaves_no_process_behind(tmp_path: Path) -> None:
         time.sleep(0.1)
         left = [pid for pid in left if Path(f"/proc/{pid}").exists()]
     assert left == []
+
+
+def test_an_input_without_its_data_is_skipped_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("READYPLANE_DATA", "/nowhere")
+    ask = prove.Ask(
+        scenarios=("az-code", "flash-crowd"),
+        contenders=("static-peak",),
+        t_ready_s=(20.0,),
+        peaks=(4.0,),
+        seeds=(3,),
+        events=False,
+        processes=1,
+    )
+    proof = prove.prove(ask, tmp_path)
+    assert [one.scenario for one in proof.centre] == ["flash-crowd"]
+    ((key, why),) = proof.skipped.items()
+    assert key.startswith("az-code") and "READYPLANE_DATA" in why
+    assert proof.faults == {} and proof.undercut == ()
+
+
+def test_a_result_that_is_not_of_the_job_is_made_anew(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    wanted = SMALL.job("bound")
+    results.put(wanted, execute(wanted))
+    (file,) = tmp_path.iterdir()
+    for text in ("{}", "[]", '{"job": {}, "bound": {"floor_gpu_hours": -1}}', "\0", ""):
+        file.write_text(text)
+        assert Results(tmp_path).get(wanted) is None
+
+
+def test_a_rule_that_breaks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(job: Job) -> dict[str, Any]:
+        if job.contender == "static-peak":
+            raise ZeroDivisionError("boom")
+        return execute(job)
+
+    monkeypatch.setattr(settle, "execute", broken)
+    with pytest.raises(settle.RunFault, match=r"static-peak at 0\.6 \(fluid\): ZeroDivisionError"):
+        settle.settle(SMALL, Results(tmp_path), lambda _text, _share: None)

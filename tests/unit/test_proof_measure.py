@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,7 +111,12 @@ def test_wasted(end: dict[str, float], expected: bool) -> None:
     ],
 )
 def test_reversals(targets: list[tuple[float, int]], expected: int) -> None:
-    assert reversals(targets, 124.0, span_s=3600.0) == expected
+    assert reversals(targets, 124.0) == expected
+
+
+def test_what_a_crash_took_is_nobodys_waste() -> None:
+    lost = replace(life(ready_s=60.0, released_s=70.0), failure="crashed")
+    assert not wasted(lost, 60.0, 3600.0)
 
 
 def test_short_supply_is_timed_from_excess_demand_to_capacity() -> None:

@@ -101,6 +101,8 @@ def document() -> dict[str, Any]:
         "inputs": inputs,
         "contenders": {n: {"title": n, "source": "s & t", "knob": "k"} for n in names},
         "undercut": [],
+        "missed": ["az-conv 60.0"],
+        "faults": {},
         "skipped": {"mc-conv": "trace not there"},
     }
 
@@ -113,6 +115,7 @@ def test_the_page_is_whole_and_needs_nothing_else(document: dict[str, Any]) -> N
     assert '<td class="missed" title="knob 0.1, event mode">90.00%</td>' in text
     assert "not as expected: it did not shrink" in text
     assert "trace not there" in text
+    assert "Missed by the planner" in text and "<li>az-conv 60.0</li>" in text
     assert "r_median" not in text.split("<h2>")[0].replace(document["line"], "")
     assert "The bound was undercut" not in text
     document["undercut"] = ["hpa at 0.7"]

@@ -95,7 +95,8 @@ def test_ratios_of_the_last_line() -> None:
     assert found.captured_servegen is None
     assert found.line() == (
         "bench-prove r_median=1.2 r_worst=1.2 worst_vs_best_tuned=1.2 worst_vs_one_knob=1.2 "
-        "captured_servegen=none reversals_per_h=1.5 wasted_starts=0.1 azure_code_ratio=none"
+        "captured_servegen=none reversals_per_h=1.5 wasted_starts=0.1 azure_code_ratio=none "
+        "inputs=1 kept=1 missed=0"
     )
 
 
@@ -106,8 +107,13 @@ def test_an_input_that_a_baseline_reaches_and_ours_does_not_is_missed() -> None:
     assert found.r_median is None  # no figure below the attainment, however cheap
 
 
-def test_an_input_that_nobody_reaches_counts_for_nothing() -> None:
+def test_an_input_that_only_the_clairvoyant_reaches_is_missed() -> None:
     found = summary([case(entry("a", (1, 0.9, 10.0)), ours=(0.98, 3.0))], attainment=A)
+    assert found.missed == ("s",) and found.kept == 0
+
+
+def test_an_input_that_nobody_reaches_counts_for_nothing() -> None:
+    found = summary([case(entry("a", (1, 0.9, 10.0)), ours=(0.98, 3.0), osim=None)], attainment=A)
     assert found.missed == () and found.worst_vs_best_tuned is None
 
 

@@ -1,5 +1,6 @@
 """Every error arrives as what it was, over gRPC and over HTTP; foreign ones keep their text."""
 
+import pickle
 from typing import Any
 
 import grpc
@@ -53,6 +54,12 @@ def same(found: ReadyplaneError, sent: ReadyplaneError) -> None:
     assert vars(found) == vars(sent)
     assert str(found) == str(sent)
     assert found.retry_after_s == sent.retry_after_s
+
+
+@pytest.mark.parametrize("error, code, http", EXAMPLES, ids=IDS)
+def test_to_another_process(error: ReadyplaneError, code: grpc.StatusCode, http: int) -> None:
+    del code, http
+    same(pickle.loads(pickle.dumps(error)), error)
 
 
 def test_every_class_of_the_tree_has_an_example() -> None:

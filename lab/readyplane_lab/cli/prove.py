@@ -33,7 +33,9 @@ PROCESSES_MAX = 256
 def prove(
     out: Annotated[
         Path,
-        typer.Option(metavar="DIR", help="Gets report.html, standings.md, proof.json, proof.csv, the runs."),
+        typer.Option(
+            metavar="DIR", help="Gets report.html, standings.md, proof.json, proof.csv, the runs."
+        ),
     ],
     quick: Annotated[
         bool, switch("--quick", text="Two short inputs and few baselines: a look, not a proof.")
@@ -100,13 +102,21 @@ def prove(
     if json:
         kept = {name: value for name, value in document.items() if name != "inputs"}
         output.emit({**kept, "files": [str(file) for file in files]})
+        _judge(proof)
         return
     _show(output.console(), proof)
     for file in files:
         print(file)
     print(proof.summary.line())
-    if proof.undercut:
-        raise ReadyplaneError("the bound was undercut: " + "; ".join(proof.undercut))
+    _judge(proof)
+
+
+def _judge(proof: Proof) -> None:
+    """Raises ReadyplaneError where the proof itself is at fault."""
+    faults = [f"the bound was undercut: {why}" for why in proof.undercut]
+    faults += [f"{key}: {why}" for key, why in proof.faults.items()]
+    if faults:
+        raise ReadyplaneError("; ".join(faults))
 
 
 def _ask(
@@ -171,17 +181,27 @@ def _show(screen: Console, proof: Proof) -> None:
             "-" if ours is None else f"{ours.attainment:.2%}",
             "none reached it" if best is None else f"{best[1].gpu_hours:.2f} {best[0]}",
             f"{one.lower_gpu_hours:.2f}",
-            "-" if osim is None else f"{osim:.2f}",
+            _osim(proof, one.key, osim),
             f"{ours.gpu_hours / osim:.2f}" if ours is not None and osim and reached else "-",
         )
     screen.print(table)
     for key, why in proof.skipped.items():
         screen.print(f"[yellow]skipped[/yellow] {key}: {why}")
+    for key, why in proof.faults.items():
+        screen.print(f"[red]broke[/red] {key}: {why}")
     for key in proof.summary.missed:
         screen.print(f"[yellow]missed[/yellow] {key}: a baseline reached it, ours did not")
 
 
 SAID_EVERY = 0.05
+
+
+def _osim(proof: Proof, key: str, osim: float | None) -> str:
+    """With a mark where it is the fluid mode's, as on large inputs."""
+    if osim is None:
+        return "-"
+    fluid = proof.documents[key]["bracket"]["mode"] == "fluid"
+    return f"{osim:.2f} fluid" if fluid else f"{osim:.2f}"
 
 
 class _progress:  # noqa: N801 - used as a context manager, like a function

@@ -106,6 +106,9 @@ def replay(
     if named or any(value is not None for value in (scenario, compare, peak, t_ready)):
         asked = Versus(scenario, policy, compare, peak, t_ready, seed)
         workload = None
+        if scenario is not None and (limit or duration is not None):
+            given_option = "--limit" if limit else "--duration"
+            raise InvalidField(given_option, limit or duration, "a scenario is played whole")
         if scenario is None:
             workload = _workload(trace, rate or RATE_RPS, duration, limit, seed)
         play_versus(asked, workload, out, json=json)

@@ -7,6 +7,7 @@ whether a run without a miss was billed less than is possible, which would be a 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from readyplane.core.startup import SegmentName
@@ -44,10 +45,13 @@ def bound_document(case: Case) -> dict[str, Any]:
     )
     start_s = least_start_s(case)
 
+    # No least fleet: a fault may take any worker away, and a rule may be allowed none.
+    bare = replace(case.setting, low=(0, 0))
+
     def floor(billed_s: float, *, convertible: bool = False) -> float:
         return lowest_bill(
             work,
-            case.setting,
+            bare,
             span_s=case.span_s,
             start_s=billed_s,
             convertible=convertible,
@@ -93,7 +97,7 @@ def undercut(bound: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     floor = bound["floor_gpu_hours"]
     if fielded["convertible"]:
         floor = bound["floor_convertible_gpu_hours"]
-    elif fielded["initial"] is not None:
+    elif fielded["initial"] is not None or scores["starts"] > STARTS_LOOKED_AT:
         floor = bound["floor_any_gpu_hours"]
     hours = scores["gpu_hours"]
     if floor is None or scores["attainment"] < 1.0 or hours >= floor - ROUNDING_GPU_HOURS:

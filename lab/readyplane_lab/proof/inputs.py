@@ -43,6 +43,8 @@ SPARE = 1.6
 STARTS_DRAWN = 256
 SCALINGS = 3
 PEAK_TOLERANCE = 0.1
+PEAK_OFF_MAX = 0.4
+"""Workers are whole and bursts chance: a small peak cannot be hit; how far off is told."""
 LARGE_REQUESTS = 150_000
 BIN_S, BIN_ROWS = 2.0, 16
 
@@ -115,15 +117,18 @@ def make_case(
     scale, requests, work, found = _scaled(scenario, both, peak, seed)
     span_s = requests[-1].at_s
     startup = replace(StartUpModel(), **scenario.startup).scaled_to(t_ready_s)
+    policy = _policy(scenario, _high(found), both)
+    low, high = _bounds(policy, "min"), _bounds(policy, "max")
+    first = scenario.initial or _first(found, t_ready_s)
     setting = Setting(
         prefill=both[0],
         decode=both[1],
         slo=scenario.slo,
         t_ready=start_quantiles(startup, seed),
         drain_s=(scenario.slo.ttft_s, float(np.median(work.residence_s))),
-        low=(1, 1),
-        high=_high(found),
-        initial=scenario.initial or _first(found, t_ready_s),
+        low=low,
+        high=high,
+        initial=(min(first[0], high[0]), min(first[1], high[1])),
         hindsight=found,
     )
     return Case(
@@ -138,7 +143,7 @@ def make_case(
         setting=setting,
         startup=startup,
         disturbances=scenario.disturb(span_s, seed),
-        policy=_policy(scenario, setting, both),
+        policy=policy,
     )
 
 
@@ -173,7 +178,12 @@ def _scaled(
             raise InvalidField(f"scenario {scenario.name}", "no requests", "raise --peak")
         work, found = _demand(scenario, requests, both)
         exact = peak_workers(found)
-        if peak is None or abs(exact / peak - 1) <= PEAK_TOLERANCE or attempt == SCALINGS - 1:
+        if peak is None or abs(exact / peak - 1) <= PEAK_TOLERANCE:
+            return scale, requests, work, found
+        if attempt == SCALINGS - 1:
+            if abs(exact / peak - 1) > PEAK_OFF_MAX:
+                remedy = f"{scenario.name} comes to {exact:g} workers at best; ask for that"
+                raise InvalidField("--peak", peak, remedy)
             return scale, requests, work, found
         scale *= peak / exact
     raise AssertionError("the last attempt returns")
@@ -183,7 +193,13 @@ def _demand(
     scenario: Scenario, requests: Sequence[WorkloadRequest], both: tuple[ClassProfile, ClassProfile]
 ) -> tuple[Work, Hindsight]:
     cached = ideal_cached(requests, BLOCK_SIZE)
-    work = request_work(requests, prefill=both[0], decode=both[1], slo=scenario.slo, cached=cached)
+    try:
+        work = request_work(
+            requests, prefill=both[0], decode=both[1], slo=scenario.slo, cached=cached
+        )
+    except InvalidField as error:
+        remedy = f"give it an slo that {both[1].name} can keep ({error})"
+        raise InvalidField(f"scenario {scenario.name}.slo", scenario.slo, remedy) from error
     span_s = requests[-1].at_s
     step_s = max(STEP_S, math.ceil(span_s / STEPS_MAX))
     return work, hindsight(work, slo=scenario.slo, step_s=step_s, span_s=span_s)
@@ -205,19 +221,22 @@ def _first(found: Hindsight, t_ready_s: float) -> tuple[int, int]:
     )
 
 
+def _bounds(policy: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """Least or most workers of both pools, as everybody is bound by them."""
+    return int(policy["prefill"][name]), int(policy["decode"][name])
+
+
 def _policy(
-    scenario: Scenario, setting: Setting, both: tuple[ClassProfile, ClassProfile]
+    scenario: Scenario, most: tuple[int, int], both: tuple[ClassProfile, ClassProfile]
 ) -> dict[str, Any]:
     pools = {
         name: {
-            "min": low,
+            "min": 1,
             "max": high,
             "worker_class": profile.worker_class,
             "profile": profile.name,
         }
-        for name, low, high, profile in zip(
-            ("prefill", "decode"), setting.low, setting.high, both, strict=True
-        )
+        for name, high, profile in zip(("prefill", "decode"), most, both, strict=True)
     }
-    slo = {"ttft_s": setting.slo.ttft_s, "tpot_s": setting.slo.tpot_s}
+    slo = {"ttft_s": scenario.slo.ttft_s, "tpot_s": scenario.slo.tpot_s}
     return overlay({"model": MODEL, "slo": slo, **pools}, scenario.policy)

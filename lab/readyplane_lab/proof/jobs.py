@@ -7,6 +7,7 @@ code is never taken for one of this. Hands result documents to the proof.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -18,6 +19,7 @@ import numpy as np
 import xxhash
 
 import readyplane
+import readyplane_agent
 import readyplane_lab
 import readyplane_planner
 import readyplane_router
@@ -32,6 +34,7 @@ from readyplane_lab.simulator.outcome import Floats, RunResult
 
 Mode = Literal["fluid", "event", "bound", "bracket"]
 TRACE_POINTS = 240
+PACKAGES = (readyplane, readyplane_agent, readyplane_lab, readyplane_planner, readyplane_router)
 DECISIONS_MAX = 400
 REASONS_SHOWN = 2
 
@@ -71,7 +74,7 @@ class Job:
 def code_digest() -> str:
     """Digest of everything that a result depends on: our sources and the profiles."""
     hasher = xxhash.xxh3_128()
-    for package in (readyplane, readyplane_lab, readyplane_planner, readyplane_router):
+    for package in PACKAGES:
         root = Path(str(package.__file__)).parent
         for file in sorted((*root.rglob("*.py"), *root.rglob("*.json"))):
             if not {"cli", "up", "report"} & set(file.relative_to(root).parts):
@@ -170,6 +173,14 @@ def _latencies(run: RunResult, case: Case, edges: Floats) -> dict[str, list[floa
     return out
 
 
+def _is_of(document: Mapping[str, Any], job: Job) -> bool:
+    """Whether a kept document is the whole result of a job; anything else is made anew."""
+    needed = {"bound": {"bound"}, "bracket": {"bracket"}}.get(
+        job.mode, {"scores", "fielded", "trace", "decisions"}
+    )
+    return document.get("job") == asdict(job) and needed <= document.keys()
+
+
 class Results:
     """Results by job, kept in a folder."""
 
@@ -188,6 +199,8 @@ class Results:
             document = json.loads(file.read_text())
         except (OSError, ValueError):
             return None
+        if not isinstance(document, dict) or not _is_of(document, job):
+            return None
         self.found[job] = document
         return self.found[job]
 
@@ -195,6 +208,6 @@ class Results:
         """Keep a result; a reader never sees half a file."""
         self.found[job] = document
         file = self._folder / job.file_name(self._code)
-        part = file.with_suffix(".part")
+        part = file.with_suffix(f".{os.getpid()}.part")  # two proofs may share a folder
         part.write_text(json.dumps(document))
         part.replace(file)

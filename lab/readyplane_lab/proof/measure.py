@@ -6,6 +6,7 @@ None, never zero.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -105,8 +106,7 @@ def score(run: RunResult, *, slo: Slo, times: Times, hindsight: Hindsight) -> Sc
     bill = _bill(run.lives, span_s)
     started = [life for life in run.lives if life.allocated_s >= 0 and life.decision_id]
     turns = sum(
-        reversals([(t, (p, d)[i]) for t, p, d in run.targets], times.turn_s[i], span_s=span_s)
-        for i in range(2)
+        reversals([(t, (p, d)[i]) for t, p, d in run.targets], times.turn_s[i]) for i in range(2)
     )
     short = _short(run.lives, hindsight, span_s)
     waits = [life.ready_s - life.allocated_s for life in started if life.ready_s is not None]
@@ -145,18 +145,19 @@ def score(run: RunResult, *, slo: Slo, times: Times, hindsight: Hindsight) -> Sc
 def wasted(life: Life, t_ready_s: float, span_s: float) -> bool:
     """Whether a start did not pay: given back before it had served for one T_ready.
 
-    What the end of the run cut off is nobody's waste.
+    What the end of the run cut off is nobody's waste, nor is what a crash or a reclaim took.
     """
-    if life.released_s >= span_s:
+    if life.released_s >= span_s or life.failure:
         return False
     end_s = life.released_s if life.drain_s is None else life.drain_s
     return life.ready_s is None or end_s - life.ready_s < t_ready_s
 
 
-def reversals(targets: Sequence[tuple[float, int]], turn_s: float, *, span_s: float) -> int:
+def reversals(targets: Sequence[tuple[float, int]], turn_s: float) -> int:
     """Changes of direction with a short leg on either side.
 
-    A leg lasts from the first move in its direction to the first move in the other. Up for the day
+    A leg lasts from the first move in its direction to the first move in the other; the last one is
+    cut off by the end of the run and counts as long. Up for the day
     and down for the night is two long legs and no reversal; up and down within `turn_s`, and up
     again within `turn_s`, is one: it paid a start and a drain and served nobody.
     """
@@ -167,7 +168,7 @@ def reversals(targets: Sequence[tuple[float, int]], turn_s: float, *, span_s: fl
         if step and step != direction:
             begins.append(at_s)
             direction = step
-    legs = [b - a for a, b in pairwise([*begins, span_s])]
+    legs = [b - a for a, b in pairwise([*begins, math.inf])]
     return sum(a < turn_s and b < turn_s for a, b in pairwise(legs))
 
 

@@ -128,7 +128,7 @@ class Scenario:
         disturb: (span in seconds, seed) -> what goes wrong.
         worker_class: profile of both pools. decode_class: of D where it differs.
         startup: overrides of `StartUpModel` fields (say `store_bytes_per_s`).
-        initial: ready workers at the first arrival; None: what the first minute needs.
+        initial: ready workers at the first arrival; None: what the first T_ready needs.
         policy: planner policy fields that belong to the scenario (say a quota).
         variant: of another scenario; played when it is named, or in a full proof.
     """

@@ -22,7 +22,7 @@ from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane_lab.proof import entrants
 from readyplane_lab.proof.jobs import Results, code_digest
 from readyplane_lab.proof.port import find
-from readyplane_lab.proof.settle import Errand, settle
+from readyplane_lab.proof.settle import Errand, RunFault, settle
 from readyplane_lab.proof.verdict import OURS, Input, Summary, summary
 
 CENTRE_T_READY_S, CENTRE_PEAK, CENTRE_SEED = 60.0, 8.0, 1
@@ -73,6 +73,7 @@ class Proof:
     Attributes:
         centre: inputs of the centre point; summary: over them. factors: inputs off the centre.
         documents: by key, everything a report shows. skipped: key -> why.
+        faults: key -> what broke in a run; the input has no figures.
     """
 
     centre: tuple[Input, ...]
@@ -80,6 +81,7 @@ class Proof:
     summary: Summary
     documents: Mapping[str, Mapping[str, Any]]
     skipped: Mapping[str, str]
+    faults: Mapping[str, str]
     attainment: float
 
     @property
@@ -98,7 +100,10 @@ def prove(ask: Ask, out: Path, *, progress: Progress = lambda _text, _share: Non
     """
     centre = list(_centre(ask))
     folder = out / "runs"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidField("--out", str(folder), f"make room for a folder ({error})") from error
     with _Crew(ask.processes, folder) as crew:
         first = crew.run(centre, lambda text, share: progress(text, share * _share(ask)))
         chosen = {key: _chosen(document) for key, (_, document) in first.done.items()}
@@ -115,6 +120,7 @@ def prove(ask: Ask, out: Path, *, progress: Progress = lambda _text, _share: Non
         summary=summary(inputs, attainment=ask.attainment),
         documents=documents,
         skipped=first.skipped | second.skipped,
+        faults=first.faults | second.faults,
         attainment=ask.attainment,
     )
 
@@ -136,7 +142,7 @@ def _centre(ask: Ask) -> Iterator[Errand]:
         yield Errand(
             scenario=name,
             t_ready_s=ask.t_ready_s[0],
-            peak=QUICK_PEAK if ask.quick else ask.peaks[0],
+            peak=QUICK_PEAK if ask.quick and ask.peaks == PEAKS else ask.peaks[0],
             seed=ask.seeds[0],
             contenders=_contenders(ask),
             attainment=ask.attainment,
@@ -207,10 +213,11 @@ def _chosen(document: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Came:
-    """Errands that ended, and those that could not be run."""
+    """Errands that ended, those that could not be run, and those that broke."""
 
     done: dict[str, tuple[Input, dict[str, Any]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
 
 
 class _Crew:
@@ -228,7 +235,11 @@ class _Crew:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Wait for what runs; interrupted, end it: everything that ended before is kept."""
+        if kind is not None:
+            for child in multiprocessing.active_children():
+                child.terminate()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._manager.shutdown()
 
@@ -250,6 +261,8 @@ class _Crew:
                     came.done[errand.key] = future.result()
                 except ReadyplaneError as error:
                     came.skipped[errand.key] = str(error)
+                except RunFault as error:
+                    came.faults[errand.key] = str(error)
         return came
 
     def _listen(self, shares: dict[str, float], progress: Progress) -> None:
@@ -304,11 +317,12 @@ def document_of(proof: Proof, ask: Ask) -> dict[str, Any]:
         },
         "undercut": list(proof.undercut),
         "skipped": dict(proof.skipped),
+        "faults": dict(proof.faults),
     }
 
 
 def write_json(document: Mapping[str, Any], file: Path) -> None:
     """Whole or not at all."""
-    part = file.with_suffix(".part")
+    part = file.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(document, indent=1))
     part.replace(file)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from readyplane.core.errors import ReadyplaneError
 from readyplane_lab.proof import entrants
 from readyplane_lab.proof.bounds import undercut
 from readyplane_lab.proof.inputs import LARGE_REQUESTS
@@ -104,6 +105,7 @@ def settle(errand: Errand, results: Results, tell: Tell) -> tuple[Input, dict[st
     ours = contenders[OURS]
     final = steps.run(errand.job(mode, OURS, ours.default))
     scores = final["scores"]
+    shown[OURS] = _as_it_is(errand, shown[OURS], final, ours.default)
     found = Input(
         key=errand.key,
         scenario=errand.scenario,
@@ -129,6 +131,21 @@ def settle(errand: Errand, results: Results, tell: Tell) -> tuple[Input, dict[st
         "undercut": steps.undercut,
     }
     return found, document
+
+
+def _as_it_is(
+    errand: Errand, shown: Mapping[str, Any], final: Mapping[str, Any], default: float
+) -> dict[str, Any]:
+    """Ours as it is judged: at its default, and not at the knob that hindsight would choose."""
+    mode = "event" if errand.events else "fluid"
+    return {
+        **shown,
+        mode: {**shown[mode], str(default): final["scores"]},
+        "mode": mode,
+        "chosen": default,
+        "reached": final["scores"]["attainment"] >= errand.attainment,
+        "trace": final["trace"],
+    }
 
 
 def _about(errand: Errand) -> dict[str, Any]:
@@ -218,6 +235,10 @@ def _point(knob: float, scores: Mapping[str, Any]) -> Point:
     return Point(knob, scores["attainment"], scores["gpu_hours"])
 
 
+class RunFault(RuntimeError):
+    """A run broke: a fault of the contender or of the simulator, not of the input."""
+
+
 class _Steps:
     """Runs with their bookkeeping.
 
@@ -235,7 +256,7 @@ class _Steps:
         """The result of a job, from the folder or now."""
         found = self._results.get(job)
         if found is None:
-            found = execute(job)
+            found = self._executed(job)
             self._results.put(job, found)
         self._done += {"fluid": 0.1, "event": 1.0, "bracket": 5.0, "bound": 0.1}[job.mode]
         name = f"{job.contender or job.mode} {job.knob:g}" if job.contender else job.mode
@@ -243,3 +264,13 @@ class _Steps:
             self.undercut.append(f"{job.contender} at {job.knob:g} ({job.mode}): {why}")
         self._tell(f"{self._errand.key}: {name}", min(0.999, self._done / self._total))
         return found
+
+    def _executed(self, job: Job) -> Mapping[str, Any]:
+        try:
+            return execute(job)
+        except ReadyplaneError:
+            raise
+        except Exception as error:
+            who = f"{job.contender} at {job.knob:g}" if job.contender else job.mode
+            text = f"{who} ({job.mode}): {type(error).__name__}: {error}"
+            raise RunFault(text) from error

@@ -82,7 +82,11 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The last line. None where no input could tell; inf where one was missed."""
+    """The last line. None where no input could tell; inf where one was missed.
+
+    `kept`: inputs on which ours keeps the promise, the only ones that `r_*` is taken over.
+    `missed`: on which it does not, and a baseline or a planner that knows the future does.
+    """
 
     r_median: float | None
     r_worst: float | None
@@ -93,6 +97,7 @@ class Summary:
     wasted_starts: float | None
     azure_code_ratio: float | None
     inputs: int = 0
+    kept: int = 0
     missed: tuple[str, ...] = ()
     one_knob: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
 
@@ -109,7 +114,8 @@ class Summary:
             "azure_code_ratio",
         )
         shown = (f"{name}={_shown(getattr(self, name))}" for name in names)
-        return "bench-prove " + " ".join(shown)
+        counts = f"inputs={self.inputs} kept={self.kept} missed={len(self.missed)}"
+        return f"bench-prove {' '.join(shown)} {counts}"
 
 
 def next_knob(entry: Entry, attainment: float, *, most: int = CONFIRMATIONS_MAX) -> float | None:
@@ -172,13 +178,17 @@ def summary(inputs: Sequence[Input], *, attainment: float) -> Summary:
     ratios: list[float] = []
     tuned: list[float] = []
     missed: list[str] = []
+    kept = 0
     for one in inputs:
         ours = one.ours
         reached = ours is not None and ours.reaches(attainment)
+        kept += reached
         if one.osim_gpu_hours and ours is not None and reached:
             ratios.append(ours.gpu_hours / one.osim_gpu_hours)
         best = best_tuned(one, attainment)
         if best is None:
+            if one.osim_gpu_hours and not reached:
+                missed.append(one.key)  # no baseline, but a planner that knows the future can
             continue
         if ours is not None and reached:
             tuned.append(ours.gpu_hours / best[1].gpu_hours)
@@ -199,6 +209,7 @@ def summary(inputs: Sequence[Input], *, attainment: float) -> Summary:
         wasted_starts=sum(one.wasted for one in inputs) / starts if starts else None,
         azure_code_ratio=_code_ratio(inputs, attainment),
         inputs=len(inputs),
+        kept=kept,
         missed=tuple(missed),
         one_knob=single,
     )
@@ -274,7 +285,7 @@ def _captured(inputs: Sequence[Input], attainment: float) -> list[float]:
     """Captured saving on ServeGen: 1 is the clairvoyant fleet, 0 the static peak."""
     out = []
     for one in inputs:
-        static = _peak(one)
+        static = _peak(one, attainment)
         if not one.scenario.startswith("servegen") or static is None or not one.osim_gpu_hours:
             continue
         if one.ours is None or not one.ours.reaches(attainment):
@@ -286,17 +297,18 @@ def _captured(inputs: Sequence[Input], attainment: float) -> list[float]:
 
 def _code_ratio(inputs: Sequence[Input], attainment: float) -> float | None:
     for one in inputs:
-        static = _peak(one)
+        static = _peak(one, attainment)
         if one.scenario == "az-code" and static and one.ours is not None:
             reached = one.ours.reaches(attainment)
             return one.ours.gpu_hours / static if reached else math.inf
     return None
 
 
-def _peak(one: Input) -> float | None:
-    """GPU-hours of a fleet that is always as large as the peak needs."""
-    point = _at(one.entries.get(STATIC_PEAK), 1.0)
-    return None if point is None else point.gpu_hours
+def _peak(one: Input, attainment: float) -> float | None:
+    """GPU-hours of a fleet always as large as the peak needs, and larger until it attains."""
+    entry = one.entries.get(STATIC_PEAK)
+    enough = [] if entry is None else [p for p in entry.fluid if p.knob >= 1.0]
+    return min((p.gpu_hours for p in enough if p.reaches(attainment)), default=None)
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -6,6 +6,7 @@ Owns reading who is to play, and the document of the comparison.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from readyplane_lab.proof.report.picture import draw_runs
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_lab.workload.scaling import scaled
 from readyplane_planner.policy import overlay
+
+KNOB_MAX = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,18 @@ def player(text: str) -> Player:
     contender: Contender = find(name, entrants.contenders(), "--policy")
     if not knob:
         return Player(contender, contender.default)
+    said, equals, number = knob.rpartition("=")
     try:
-        return Player(contender, float(knob.rpartition("=")[2]))
+        value = float(number)
     except ValueError:
+        value = math.nan
+    least = min(0.0, *contender.values)  # some knobs may be 0, none is below its own least
+    named = not equals or said in {"knob", contender.knob}
+    sound = math.isfinite(value) and (value > 0 or value in contender.values) and value >= least
+    if not (named and sound and value <= KNOB_MAX):
         remedy = f"write {name}:{contender.default:g}; its knob is: {contender.knob}"
-        raise InvalidField("--policy", text, remedy) from None
+        raise InvalidField("--policy", text, remedy)
+    return Player(contender, value)
 
 
 def our_player(policy: Mapping[str, Any]) -> Player:

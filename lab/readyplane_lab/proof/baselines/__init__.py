@@ -35,7 +35,12 @@ def gather(package: str, folders: list[str]) -> Mapping[str, Contender]:
         if info.ispkg:
             continue
         file = f"{info.name}.py"
-        contender = getattr(importlib.import_module(f"{package}.{info.name}"), "CONTENDER", None)
+        try:
+            module = importlib.import_module(f"{package}.{info.name}")
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise InvalidField(file, text, "mend the file, or take it away") from error
+        contender = getattr(module, "CONTENDER", None)
         if not isinstance(contender, Contender):
             remedy = "give the module a CONTENDER, a port.Contender; shared parts go into parts/"
             raise InvalidField(file, contender, remedy)

@@ -31,6 +31,7 @@ def page(document: Mapping[str, Any]) -> str:
             "release.</p>"
         ),
         _undercut(document["undercut"]),
+        _missed(document["missed"]),
         _tiles(document),
         f'<pre class="line">{escape(document["line"])}</pre>',
         _standings(centre, document["attainment"]),
@@ -39,7 +40,7 @@ def page(document: Mapping[str, Any]) -> str:
         "<h2>Inputs</h2>",
         *(_input(one, colours, document["attainment"]) for one in centre),
         _who(document),
-        _skipped(document["skipped"]),
+        _skipped(document["skipped"] | document["faults"]),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Proof</title>'
@@ -59,6 +60,19 @@ def _undercut(undercut: Sequence[str]) -> str:
         return ""
     rows = "".join(f"<li>{escape(why)}</li>" for why in undercut)
     return f'<p class="c1">The bound was undercut; do not trust this page.</p><ul>{rows}</ul>'
+
+
+def _missed(missed: Sequence[str]) -> str:
+    """Where our default does not keep the promise and somebody else does."""
+    if not missed:
+        return ""
+    rows = "".join(f"<li>{escape(key)}</li>" for key in missed)
+    return f"<h2>Missed by the planner's default policy</h2><ul>{rows}</ul>"
+
+
+def percent(share: float) -> str:
+    """Cut, not rounded: what is below a target never looks as if it were on it."""
+    return f"{math.floor(share * 10_000 + 1e-9) / 100:.2f}%"
 
 
 def _tiles(document: Mapping[str, Any]) -> str:
@@ -99,16 +113,22 @@ def _standings(centre: Sequence[Mapping[str, Any]], attainment: float) -> str:
             f"<tr><td>{escape(one['about']['scenario'])}</td>"
             f"<td>{one['bound']['floor_gpu_hours']:.2f}</td>"
             f"<td>{one['bound']['lower_gpu_hours']:.2f}</td>"
-            f"<td>{_number(one['bracket']['osim_gpu_hours'])}</td>{cells}</tr>"
+            f"<td>{_osim(one)}</td>{cells}</tr>"
         )
     return (
-        f"<h2>GPU-hours at {attainment:.1%}, each baseline at its best knob of this input</h2>"
+        f"<h2>GPU-hours at {attainment:.1%}, each baseline at its best knob of this input, "
+        "readyplane at its default</h2>"
         '<p class="dim">A contender that does not get there at any knob shows the attainment it '
         "does reach, or, in brackets, what the fluid mode has where it is too dear to be the best. "
         "The cheapest that is no bound is bold.</p>"
         f'<div class="wide"><table><tr><th>input</th><th>floor</th><th>O_LB</th><th>O_SIM</th>'
         f"{head}</tr>{''.join(rows)}</table></div>"
     )
+
+
+def _osim(one: Mapping[str, Any]) -> str:
+    fluid = one["bracket"].get("mode") == "fluid"
+    return _number(one["bracket"]["osim_gpu_hours"]) + (" fluid" if fluid else "")
 
 
 def _cell(entry: Mapping[str, Any] | None, best: float, asked: float) -> str:
@@ -128,7 +148,8 @@ def _unreached(entry: Mapping[str, Any], scores: Mapping[str, Any], asked: float
     enough = [s["gpu_hours"] for s in entry["fluid"].values() if s["attainment"] >= asked]
     if entry["mode"] == "fluid" and enough:
         return f'<td class="dim" title="{title}, not confirmed">({min(enough):.2f})</td>'
-    return f'<td class="missed" title="{title}">{scores["attainment"]:.2%}</td>'
+    mark = "" if entry["mode"] == "event" else " fluid"
+    return f'<td class="missed" title="{title}">{percent(scores["attainment"])}{mark}</td>'
 
 
 def _chosen(entry: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from readyplane_lab.proof.report.page import percent
+
 OURS = "readyplane"
 HEAD = ("input", "ours", "attained", "cheapest baseline, tuned", "O_LB", "O_SIM", "R")
 
@@ -29,12 +31,16 @@ def _row(one: Mapping[str, Any], asked: float) -> tuple[str, ...]:
     return (
         one["about"]["scenario"],
         f"{hours:.1f}" if reached else f"({hours:.1f})",
-        f"{share:.2%}",
+        percent(share),
         _best(one),
         f"{one['bound']['lower_gpu_hours']:.1f}",
-        "-" if osim is None else f"{osim:.1f}",
+        "-" if osim is None else f"{osim:.1f}{_mark(one['bracket'])}",
         f"{hours / osim:.2f}" if reached and osim else "-",
     )
+
+
+def _mark(bracket: Mapping[str, Any]) -> str:
+    return " (fluid)" if bracket.get("mode") == "fluid" else ""
 
 
 def _best(one: Mapping[str, Any]) -> str:
@@ -51,4 +57,4 @@ def _best(one: Mapping[str, Any]) -> str:
     if not rivals:
         return "-"
     name, entry, scores = max(rivals, key=lambda r: (r[2]["attainment"], r[0]))
-    return f"none ({name} at {entry['chosen']:g}: {scores['attainment']:.2%})"
+    return f"none ({name} at {entry['chosen']:g}: {percent(scores['attainment'])})"

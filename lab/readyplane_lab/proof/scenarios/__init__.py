@@ -29,7 +29,12 @@ def _found(folders: tuple[str, ...], package: str) -> Mapping[str, Scenario]:
     found: dict[str, Scenario] = {}
     for module in sorted(info.name for info in pkgutil.iter_modules(folders)):
         where = f"scenarios/{module}.py"
-        for scenario in scenarios_of(import_module(f"{package}.{module}"), where):
+        try:
+            loaded = import_module(f"{package}.{module}")
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise InvalidField(where, text, "mend the file, or take it away") from error
+        for scenario in scenarios_of(loaded, where):
             if scenario.name in found:
                 raise InvalidField(where, scenario.name, "choose a name that no other file has")
             found[scenario.name] = scenario
