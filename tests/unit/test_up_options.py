@@ -19,9 +19,10 @@ from readyplane_lab.up.address_book import (
     remove_book,
     write_book,
 )
-from readyplane_lab.up.options import UpOptions, merge, read_policy
+from readyplane_lab.up.options import UpOptions, read_policy
 from readyplane_lab.up.pids import start_mark
 from readyplane_lab.up.run import make_workload
+from readyplane_planner.policy import overlay
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_policy_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_objects_are_merged_key_by_key() -> None:
-    merged = merge({"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "c": 4})
+    merged = overlay({"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "c": 4})
     assert merged == {"a": {"x": 1, "y": 3}, "b": 1, "c": 4}
 
 

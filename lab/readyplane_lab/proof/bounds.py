@@ -12,10 +12,10 @@ from typing import Any
 
 from readyplane.core.startup import SegmentName
 from readyplane_lab.proof.baselines import clairvoyant
-from readyplane_lab.proof.inputs import BLOCK_SIZE, Case
+from readyplane_lab.proof.inputs import Case
 from readyplane_lab.proof.measure import score
 from readyplane_lab.proof.oracle import Bracket, bracket, lower_bound, lowest_bill
-from readyplane_lab.proof.oracle.demand import ideal_cached, request_work
+from readyplane_lab.proof.oracle.demand import request_work
 from readyplane_lab.proof.play import play
 from readyplane_lab.simulator.startup import Draws
 
@@ -40,7 +40,7 @@ def bound_document(case: Case) -> dict[str, Any]:
         prefill=case.setting.prefill,
         decode=case.setting.decode,
         slo=case.setting.slo,
-        cached=ideal_cached(case.requests, BLOCK_SIZE),
+        cached=case.cached,
         strict=True,
     )
     start_s = least_start_s(case)

@@ -28,6 +28,7 @@ from readyplane_lab.proof.oracle.demand import (
 )
 from readyplane_lab.proof.port import Disturbances, Hindsight, Scenario, Setting
 from readyplane_lab.simulator.fluid import Arrivals, arrivals_of, binned
+from readyplane_lab.simulator.outcome import Floats
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_planner.policy import overlay
@@ -54,7 +55,9 @@ class Case:
     """One input at one point. Built by `make_case`; everything about it follows from the seed.
 
     Attributes:
-        key: scenario, T_ready, peak and seed, readable. peak: as it came out. scale: how much of the load as published.
+        key: scenario, T_ready, peak and seed, readable. peak: as it came out.
+        scale: how much of the load as published. cached: prompt tokens of each request that an
+            endless prefix cache would hold.
         startup: how starts take time here. policy: planner policy document without a tick.
     """
 
@@ -65,7 +68,7 @@ class Case:
     seed: int
     scale: float
     requests: Sequence[WorkloadRequest]
-    work: Work
+    cached: Floats
     setting: Setting
     startup: StartUpModel
     disturbances: Disturbances
@@ -114,7 +117,7 @@ def make_case(
         InvalidField: a trace that is not there; a load that cannot be brought to that peak.
     """
     both = _profiles(scenario)
-    scale, requests, work, found = _scaled(scenario, both, peak, seed)
+    scale, requests, cached, work, found = _scaled(scenario, both, peak, seed)
     span_s = requests[-1].at_s
     startup = replace(StartUpModel(), **scenario.startup).scaled_to(t_ready_s)
     policy = _policy(scenario, _high(found), both)
@@ -139,7 +142,7 @@ def make_case(
         seed=seed,
         scale=scale,
         requests=requests,
-        work=work,
+        cached=cached,
         setting=setting,
         startup=startup,
         disturbances=scenario.disturb(span_s, seed),
@@ -167,7 +170,7 @@ def _profiles(scenario: Scenario) -> tuple[ClassProfile, ClassProfile]:
 
 def _scaled(
     scenario: Scenario, both: tuple[ClassProfile, ClassProfile], peak: float | None, seed: int
-) -> tuple[float, Sequence[WorkloadRequest], Work, Hindsight]:
+) -> tuple[float, Sequence[WorkloadRequest], Floats, Work, Hindsight]:
     """Bring the load to the peak: measured at one scale, corrected once (rounding is not linear)."""
     if peak is not None and not (math.isfinite(peak) and peak >= 2):
         raise InvalidField("--peak", peak, "give at least 2 workers: one of each stage")
@@ -176,23 +179,26 @@ def _scaled(
         requests = scenario.requests(scale, seed)
         if not requests:
             raise InvalidField(f"scenario {scenario.name}", "no requests", "raise --peak")
-        work, found = _demand(scenario, requests, both)
+        cached = ideal_cached(requests, BLOCK_SIZE)
+        work, found = _demand(scenario, requests, cached, both)
         exact = peak_workers(found)
         if peak is None or abs(exact / peak - 1) <= PEAK_TOLERANCE:
-            return scale, requests, work, found
+            return scale, requests, cached, work, found
         if attempt == SCALINGS - 1:
             if abs(exact / peak - 1) > PEAK_OFF_MAX:
                 remedy = f"{scenario.name} comes to {exact:g} workers at best; ask for that"
                 raise InvalidField("--peak", peak, remedy)
-            return scale, requests, work, found
+            return scale, requests, cached, work, found
         scale *= peak / exact
     raise AssertionError("the last attempt returns")
 
 
 def _demand(
-    scenario: Scenario, requests: Sequence[WorkloadRequest], both: tuple[ClassProfile, ClassProfile]
+    scenario: Scenario,
+    requests: Sequence[WorkloadRequest],
+    cached: Floats,
+    both: tuple[ClassProfile, ClassProfile],
 ) -> tuple[Work, Hindsight]:
-    cached = ideal_cached(requests, BLOCK_SIZE)
     try:
         work = request_work(
             requests, prefill=both[0], decode=both[1], slo=scenario.slo, cached=cached

@@ -7,7 +7,6 @@ code is never taken for one of this. Hands result documents to the proof.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -29,7 +28,8 @@ from readyplane_lab.proof.bounds import bound_document, bracket_document
 from readyplane_lab.proof.inputs import Case, make_case
 from readyplane_lab.proof.measure import held_series, ready_series, score
 from readyplane_lab.proof.play import play_fielded
-from readyplane_lab.proof.port import find
+from readyplane_lab.proof.port import Fielded, find
+from readyplane_lab.proof.whole_file import write_whole
 from readyplane_lab.simulator.outcome import Floats, RunResult
 
 Mode = Literal["fluid", "event", "bound", "bracket"]
@@ -97,15 +97,22 @@ def execute(job: Job) -> dict[str, Any]:
         return {**document, "bracket": bracket_document(case, job.attainment, fluid=fluid)}
     contender = find(job.contender, entrants.contenders(), "--policy")
     fielded = contender.make(job.knob, case.setting)
-    run = play_fielded(case, fielded, mode=job.mode)
-    found = score(run, slo=case.setting.slo, times=case.times, hindsight=case.hindsight)
-    document["scores"] = found.document()
     document["fielded"] = {"initial": fielded.initial, "convertible": fielded.convertible}
-    document["trace"] = trace_of(run, case)
-    document["decisions"] = told(run.decisions)
-    if job.check:
-        document["unexpected"] = list(case.scenario.check(run))
-    return document
+    return {**document, **played(case, fielded, mode=job.mode, check=job.check)}
+
+
+def played(case: Case, fielded: Fielded, *, mode: str, check: bool) -> dict[str, Any]:
+    """One run as a document: scores, the series of a picture, decisions, and, where it is asked,
+    what the scenario finds unexpected.
+    """
+    run = play_fielded(case, fielded, mode=mode)
+    found = score(run, slo=case.setting.slo, times=case.times, hindsight=case.hindsight)
+    document = {
+        "scores": found.document(),
+        "trace": trace_of(run, case),
+        "decisions": told(run.decisions),
+    }
+    return {**document, "unexpected": list(case.scenario.check(run))} if check else document
 
 
 def told(decisions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -207,7 +214,4 @@ class Results:
     def put(self, job: Job, document: Mapping[str, Any]) -> None:
         """Keep a result; a reader never sees half a file."""
         self.found[job] = document
-        file = self._folder / job.file_name(self._code)
-        part = file.with_suffix(f".{os.getpid()}.part")  # two proofs may share a folder
-        part.write_text(json.dumps(document))
-        part.replace(file)
+        write_whole(self._folder / job.file_name(self._code), json.dumps(document))

@@ -22,8 +22,10 @@ from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane_lab.proof import entrants
 from readyplane_lab.proof.jobs import Results, code_digest
 from readyplane_lab.proof.port import find
+from readyplane_lab.proof.report.page import entry_hours
 from readyplane_lab.proof.settle import Errand, RunFault, settle
 from readyplane_lab.proof.verdict import OURS, Input, Summary, summary
+from readyplane_lab.proof.whole_file import write_whole
 
 CENTRE_T_READY_S, CENTRE_PEAK, CENTRE_SEED = 60.0, 8.0, 1
 T_READY_GRID_S = (10.0, 30.0, 60.0, 180.0, 300.0)
@@ -199,7 +201,7 @@ def _chosen(document: Mapping[str, Any]) -> dict[str, float]:
     """Whom to follow off the centre, at which knob: ours, the bounds and the cheapest rivals."""
     entries: Mapping[str, Mapping[str, Any]] = document["entries"]
     rivals = [
-        (float(entry[entry["mode"]][str(entry["chosen"])]["gpu_hours"]), name)
+        (entry_hours(entry), name)
         for name, entry in entries.items()
         if entry["reached"] and not entry["bound"] and name != OURS
     ]
@@ -225,7 +227,6 @@ class _Crew:
 
     def __init__(self, processes: int, folder: Path) -> None:
         self._folder = folder
-        self._processes = processes
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent)
         self._manager = SyncManager(ctx=context)
@@ -323,6 +324,4 @@ def document_of(proof: Proof, ask: Ask) -> dict[str, Any]:
 
 def write_json(document: Mapping[str, Any], file: Path) -> None:
     """Whole or not at all."""
-    part = file.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(document, indent=1))
-    part.replace(file)
+    write_whole(file, json.dumps(document, indent=1))

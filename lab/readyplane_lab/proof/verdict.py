@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from readyplane_lab.proof.oracle.ratios import captured_saving
+
 FLUID_SLACK = 0.01
 """How far the fluid mode may be wrong about attainment before a point is not worth an event run."""
 FLUID_MARGIN = 1.25
@@ -290,8 +292,11 @@ def _captured(inputs: Sequence[Input], attainment: float) -> list[float]:
             continue
         if one.ours is None or not one.ours.reaches(attainment):
             out.append(-math.inf)
-        elif static > one.osim_gpu_hours:
-            out.append((static - one.ours.gpu_hours) / (static - one.osim_gpu_hours))
+            continue
+        saved = captured_saving(
+            one.ours.gpu_hours, static_peak=static, achievable=one.osim_gpu_hours
+        )
+        out += [] if saved is None else [saved]
     return out
 
 

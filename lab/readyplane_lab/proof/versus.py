@@ -15,10 +15,8 @@ from typing import Any
 from readyplane.core.errors import InvalidField
 from readyplane_lab.proof import entrants
 from readyplane_lab.proof.inputs import Case, make_case
-from readyplane_lab.proof.jobs import told, trace_of
-from readyplane_lab.proof.measure import score
+from readyplane_lab.proof.jobs import played
 from readyplane_lab.proof.ours import CONTENDER as OURS
-from readyplane_lab.proof.play import play_fielded
 from readyplane_lab.proof.port import Contender, Fielded, Scenario, find
 from readyplane_lab.proof.report.picture import draw_runs
 from readyplane_lab.workload.request import WorkloadRequest
@@ -60,10 +58,9 @@ def player(text: str) -> Player:
         value = float(number)
     except ValueError:
         value = math.nan
-    least = min(0.0, *contender.values)  # some knobs may be 0, none is below its own least
     named = not equals or said in {"knob", contender.knob}
-    sound = math.isfinite(value) and (value > 0 or value in contender.values) and value >= least
-    if not (named and sound and value <= KNOB_MAX):
+    sound = 0 < value <= KNOB_MAX or value in contender.values  # some knobs may be 0
+    if not (named and sound):
         remedy = f"write {name}:{contender.default:g}; its knob is: {contender.knob}"
         raise InvalidField("--policy", text, remedy)
     return Player(contender, value)
@@ -138,14 +135,5 @@ def _run(case: Case, one: Player) -> dict[str, Any]:
     fielded = one.contender.make(one.knob, case.setting)
     if one.policy is not None:
         fielded = Fielded(fielded.brain, overlay(fielded.policy, one.policy))
-    run = play_fielded(case, fielded, mode="event")
-    found = score(run, slo=case.setting.slo, times=case.times, hindsight=case.hindsight)
-    unexpected = case.scenario.check(run) if one.contender is OURS else ()
-    return {
-        "contender": one.contender.name,
-        "knob": one.knob,
-        "scores": found.document(),
-        "trace": trace_of(run, case),
-        "decisions": told(run.decisions),
-        "unexpected": list(unexpected),
-    }
+    ran = played(case, fielded, mode="event", check=one.contender is OURS)
+    return {"contender": one.contender.name, "knob": one.knob, "unexpected": [], **ran}

@@ -13,13 +13,14 @@ def demo_policy(over: Path | None, *, quick: bool = False) -> dict[str, Any]:
         InvalidField: the file cannot be read, or a field is wrong. UnknownField: with its place.
     """
     from readyplane_lab.demo import DEMO_POLICY, QUICK_POLICY
-    from readyplane_lab.up.options import merge, read_policy
+    from readyplane_lab.up.options import read_policy
+    from readyplane_planner.policy import overlay
     from readyplane_planner.policy import read_policy as check
 
     wanted = dict(DEMO_POLICY)
     if quick:
-        wanted = merge(wanted, dict(QUICK_POLICY))
+        wanted = overlay(wanted, QUICK_POLICY)
     if over is not None:
-        wanted = merge(wanted, read_policy(over))
+        wanted = overlay(wanted, read_policy(over))
     check(wanted)
     return wanted

@@ -79,18 +79,6 @@ def _check_report(path: Path) -> None:
         raise InvalidField("--report", str(path), "give a file in an existing, writable folder")
 
 
-def merge(base: dict[str, object], over: dict[str, object]) -> dict[str, object]:
-    """`over` laid over `base`, objects merged key by key."""
-    out = dict(base)
-    for key, value in over.items():
-        below = out.get(key)
-        if isinstance(below, dict) and isinstance(value, dict):
-            out[key] = merge(below, value)
-        else:
-            out[key] = value
-    return out
-
-
 def read_policy(path: Path) -> dict[str, object]:
     """A policy file: YAML, or strict JSON when it ends in `.json`.
 

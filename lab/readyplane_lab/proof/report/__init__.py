@@ -13,6 +13,7 @@ from typing import Any
 from readyplane_lab.proof.report.page import page
 from readyplane_lab.proof.report.sheet import sheet
 from readyplane_lab.proof.report.standings import standings
+from readyplane_lab.proof.whole_file import write_whole
 
 
 def write_report(document: Mapping[str, Any], out: Path) -> tuple[Path, ...]:
@@ -20,7 +21,5 @@ def write_report(document: Mapping[str, Any], out: Path) -> tuple[Path, ...]:
     files = (out / "report.html", out / "proof.csv", out / "standings.md")
     texts = (page(document), sheet(document), standings(document))
     for file, text in zip(files, texts, strict=True):
-        part = file.with_suffix(".part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
+        write_whole(file, text)
     return files

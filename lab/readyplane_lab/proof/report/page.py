@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from readyplane_lab.proof.report.chart import Axes, Level, Series, draw
+from readyplane_lab.proof.verdict import OURS
 
 STYLE = Path(__file__).with_name("style.css")
-OURS, CLAIRVOYANT = "readyplane", "clairvoyant"
+CLAIRVOYANT = "clairvoyant"
 DECISIONS_SHOWN = 60
 MISS_FLOOR = 1e-4
 """Left edge of the Pareto charts: a run without a miss lies there."""
@@ -134,7 +135,7 @@ def _osim(one: Mapping[str, Any]) -> str:
 def _cell(entry: Mapping[str, Any] | None, best: float, asked: float) -> str:
     if entry is None:
         return "<td>-</td>"
-    scores = _chosen(entry)
+    scores = chosen_scores(entry)
     if not entry["reached"]:
         return _unreached(entry, scores, asked)
     style = ' class="best"' if scores["gpu_hours"] <= best and not entry["bound"] else ""
@@ -152,14 +153,15 @@ def _unreached(entry: Mapping[str, Any], scores: Mapping[str, Any], asked: float
     return f'<td class="missed" title="{title}">{percent(scores["attainment"])}{mark}</td>'
 
 
-def _chosen(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def chosen_scores(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Scores of a contender at the point that stands for it."""
     by_knob: Mapping[str, Mapping[str, Any]] = entry[entry["mode"]]
     return next(s for knob, s in by_knob.items() if float(knob) == entry["chosen"])
 
 
 def entry_hours(entry: Mapping[str, Any]) -> float:
     """GPU-hours of a contender at its chosen knob."""
-    return float(_chosen(entry)["gpu_hours"])
+    return float(chosen_scores(entry)["gpu_hours"])
 
 
 def _single_knob(document: Mapping[str, Any]) -> str:
@@ -370,7 +372,7 @@ def _scores(one: Mapping[str, Any]) -> str:
     head = "".join(f"<th>{escape(text)}</th>" for text in SHOWN.values())
     rows = []
     for name, entry in one["entries"].items():
-        scores = _chosen(entry)
+        scores = chosen_scores(entry)
         cells = "".join(f"<td>{_number(scores[key])}</td>" for key in SHOWN)
         rows.append(f"<tr><td>{escape(name)} at {entry['chosen']:g}</td>{cells}</tr>")
     return f'<div class="wide"><table><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from readyplane_lab.proof.report.page import percent
+from readyplane_lab.proof.report.page import chosen_scores, percent
+from readyplane_lab.proof.verdict import OURS
 
-OURS = "readyplane"
 HEAD = ("input", "ours", "attained", "cheapest baseline, tuned", "O_LB", "O_SIM", "R")
 
 
@@ -46,7 +46,7 @@ def _mark(bracket: Mapping[str, Any]) -> str:
 def _best(one: Mapping[str, Any]) -> str:
     """The cheapest baseline that gets there; else the one that comes nearest, with its share."""
     rivals = [
-        (name, entry, entry[entry["mode"]][str(entry["chosen"])])
+        (name, entry, chosen_scores(entry))
         for name, entry in one["entries"].items()
         if name != OURS and not entry["bound"]
     ]
