@@ -6,6 +6,7 @@ Prints these lines at the end:
                route_cpu_us= sim_hour_s=
     bench-tick decide_ms_10= decide_ms_32= decide_ms_1000= tick_ms_10=
     bench-sim azure_hour_s= us_per_request_1x= us_per_request_32= tick_ms=
+    bench-forecast wape= cover= pinball= cost=
 
 first_answer_s: from a fresh clone, with the dependencies installed and nothing downloaded, to the
 first answered request of `readyplane up`. attainment, unexplained: of `readyplane up --quick` on
@@ -15,7 +16,7 @@ rate at 16; route_cpu_us is the router's own CPU. sim_hour_s, azure_hour_s: CPU 
 conversation hour in the simulator on one core. decide_ms_*: CPU of one decision of the planner by
 the number of workers; tick_ms_10: of the whole round around it. us_per_request_*: CPU of a
 simulated request, planner ticks included, in that hour and with some 32 workers; tick_ms: of a
-decision in the latter.
+decision in the latter. The forecast's figures are means of `bench.forecast`, which prints them all.
 
 A figure that could not be taken is printed as nan, with the reason above it.
 """
@@ -32,6 +33,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.forecast import measure_forecast
 from bench.route import measure_routes
 from bench.sim import hour_s, measure_sim
 from bench.tick import measure_ticks
@@ -104,6 +106,7 @@ MEASURES = (
     ("tick", "bench-tick", measure_ticks),
     ("hour", "bench-main", measure_hour),
     ("sim", "bench-sim", measure_simulator),
+    ("forecast", "bench-forecast", measure_forecast),
 )
 
 
