@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from readyplane_planner import guard, optimise
-from readyplane_planner.decide import acting, demand, judging, outlook, reasons
+from readyplane_planner.decide import acting, demand, effect, judging, outlook, reasons
 from readyplane_planner.decide.outlook import Both
 from readyplane_planner.decide.pools import Pool, census, eta_s, not_draining
 from readyplane_planner.decide.values import (
@@ -94,6 +94,9 @@ def decide(
         infeasible=() if proposal is None else proposal.infeasible,
         stranded_p=0 if proposal is None else proposal.stranded_p,
         degraded=_degraded(observation),
+        candidates=() if proposal is None else proposal.candidates,
+        binding=effect.binding(explained),
+        expected=effect.expected(observation, plan, model, pools, seen, acted),
     )
     return decision, memory
 
@@ -185,6 +188,7 @@ def _propose(
         problem = replace(problem, demand_p=idle, demand_d=idle)
     try:
         proposal = optimiser(problem)
+        weighed = optimise.weigh(problem, proposal.p, proposal.d)
     except Exception as error:  # noqa: BLE001 - whatever an optimiser does, the guard goes on
         said.append(Reason("optimiser_failed", f"{type(error).__name__}: {error}"))
         live_p, live_d = (p.live for p in pools)
@@ -193,7 +197,7 @@ def _propose(
         kept = Proposal(p, d, max(p, live_p), max(d, live_d))
         return kept, replace(memory, fallbacks=memory.fallbacks + 1)
     said.extend(Reason(code, text, pool) for code, text, pool in proposal.reasons)
-    return proposal, memory
+    return replace(proposal, candidates=weighed), memory
 
 
 def _bounds(plan: Plan, name: str) -> Bounds:

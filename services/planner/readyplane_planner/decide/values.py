@@ -14,6 +14,7 @@ from readyplane.core.worker import Role
 from readyplane_planner.capacity import Combine, Correction, Load
 from readyplane_planner.forecast import Forecast, Knobs, Series
 from readyplane_planner.guard import Counts, Limits, PoolMemory
+from readyplane_planner.optimise.values import Candidate
 from readyplane_planner.rollout import Generation
 
 POOLS = ("prefill", "decode")
@@ -22,11 +23,17 @@ ROLE_OF = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """What the policy wants of one pool; `profile` is what one of its workers can do."""
+    """What the policy wants of one pool; `profile` is what one of its workers can do.
+
+    Attributes:
+        convertible_tpot_s: above 0, new workers also take prompts in short chunks, between
+            iterations that keep this time per output token.
+    """
 
     limits: Limits
     worker_class: str
     profile: ClassProfile
+    convertible_tpot_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,7 @@ class StartOrder:
     manifest_digest: str
     generation: int
     mode: str
+    convertible_tpot_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +203,34 @@ class PoolDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """What a change of one pool should come to; to be compared with what came.
+
+    Attributes:
+        workers: that come, negative: that go. in_p50_s, in_p90_s: seconds from the decision until
+            the last of them serves, or has left. rate: tokens/s gained or given up.
+        load_now, load_then: predicted latency over target, without the change and once it is there;
+            None where it is not known.
+    """
+
+    pool: str
+    workers: int
+    in_p50_s: float
+    in_p90_s: float
+    rate: float
+    load_now: float | None
+    load_then: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
-    """What should be and why. `why` is never empty."""
+    """What should be and why. `why` is never empty.
+
+    Attributes:
+        candidates: pairs of targets that were weighed, the proposed one first, with their costs.
+        binding: the reasons of `why` that kept the targets from what was wanted.
+        expected: of each pool that changes, what capacity comes when and what load follows.
+    """
 
     decision_id: str
     model: str
@@ -213,6 +247,9 @@ class Decision:
     infeasible: tuple[str, ...] = ()
     stranded_p: int = 0
     degraded: str = ""
+    candidates: tuple[Candidate, ...] = ()
+    binding: tuple[Reason, ...] = ()
+    expected: tuple[Expected, ...] = ()
 
     @property
     def changed(self) -> bool:

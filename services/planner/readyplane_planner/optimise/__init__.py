@@ -5,14 +5,28 @@ end: D must hold and absorb what P hands over, and P beyond what D can absorb is
 optimiser replaces `size` and nothing else; guard stays outside it (R23.2).
 """
 
+from readyplane_planner.optimise.candidates import weigh
 from readyplane_planner.optimise.size import size
 from readyplane_planner.optimise.values import (
     Bounds,
+    Candidate,
     Demand,
     Need,
     Optimiser,
+    Parts,
     Problem,
     Proposal,
 )
 
-__all__ = ["Bounds", "Demand", "Need", "Optimiser", "Problem", "Proposal", "size"]
+__all__ = [
+    "Bounds",
+    "Candidate",
+    "Demand",
+    "Need",
+    "Optimiser",
+    "Parts",
+    "Problem",
+    "Proposal",
+    "size",
+    "weigh",
+]

@@ -94,6 +94,32 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """What a pair of targets costs over the horizon, in GPU-seconds from allocation to release.
+
+    Attributes:
+        capacity: workers while they can serve. start_drain: while they come up or serve out.
+        slo: work served too late, at the price of `candidates.MISS_PRICE`.
+    """
+
+    capacity: float
+    start_drain: float
+    slo: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One pair of targets that was weighed: its cost in GPU-seconds, and why it cannot be."""
+
+    p: int
+    d: int
+    cost: float
+    parts: Parts
+    feasible: bool
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """Wanted workers: `p`, `d` to grow to, `p_keep`, `d_keep` (never smaller) to shrink to.
 
@@ -102,6 +128,7 @@ class Proposal:
         reasons: (code, text, pool). infeasible: targets that no number of workers reaches.
         stranded_p: P workers whose hand-over D could not absorb.
         need_p, need_d: what `p` and `d` were rounded up from; None where nothing was computed.
+        candidates: this pair and its neighbours with their costs; the brain fills them in.
     """
 
     p: int
@@ -115,6 +142,7 @@ class Proposal:
     d_now: int | None = None
     need_p: Need | None = None
     need_d: Need | None = None
+    candidates: tuple[Candidate, ...] = ()
 
 
 Optimiser = Callable[[Problem], Proposal]
