@@ -20,6 +20,7 @@ from math import fsum, isfinite
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import digest_of
+from readyplane.core.profile_fit import StageFit, fit_document, read_fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,9 @@ class ClassProfile:
         kv_bytes_per_token: bytes handed over per token.
         max_batch_tokens: tokens of one prefill chunk. max_num_seqs: sequences at once.
         slow_factor: every time above is multiplied by it (1 = as measured); a demo states it.
+        measured: False for figures that nobody measured on this class: targets made with it are
+            advice until its correction rests on enough evidence.
+        fit: how well it predicts what it was not made of; empty where nobody worked that out.
     """
 
     name: str
@@ -67,6 +71,8 @@ class ClassProfile:
     max_batch_tokens: int = 8192
     max_num_seqs: int = 256
     slow_factor: float = 1.0
+    measured: bool = True
+    fit: tuple[StageFit, ...] = ()
 
     @classmethod
     def from_document(cls, doc: Mapping[str, object]) -> ClassProfile:
@@ -78,7 +84,10 @@ class ClassProfile:
         return _read_profile(cls, doc)
 
     def document(self) -> dict[str, object]:
-        """JSON document with the attribute names."""
+        """JSON document with the attribute names; `measured` and `fit` only where they say more."""
+        more: dict[str, object] = {} if self.measured else {"measured": False}
+        if self.fit:
+            more["fit"] = fit_document(self.fit)
         return {
             "name": self.name,
             "source": self.source,
@@ -92,6 +101,7 @@ class ClassProfile:
             "max_batch_tokens": self.max_batch_tokens,
             "max_num_seqs": self.max_num_seqs,
             "slow_factor": self.slow_factor,
+            **more,
         }
 
     @cached_property
@@ -261,6 +271,12 @@ def _read_profile(cls: type[ClassProfile], doc: Mapping[str, object]) -> ClassPr
             tuple(_positive(v, f"profile.{name}[{i}]") for v in _row(r, width, f"{name}[{i}]"))
             for i, r in enumerate(rows)
         )
+    measured = doc.get("measured", True)
+    if not isinstance(measured, bool):
+        raise InvalidField("profile.measured", measured, "write true or false")
+    values["measured"] = measured
+    if "fit" in doc:
+        values["fit"] = read_fit(doc["fit"])
     points: tuple[tuple[float, float], ...] = values["prefill_points"]  # type: ignore[assignment]
     if any(b[0] <= a[0] for a, b in pairwise(points)):
         raise InvalidField("profile.prefill_points", "order", "sort by ascending token count")
