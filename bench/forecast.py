@@ -67,10 +67,14 @@ def rates(name: str, scale: float, from_s: float, span_s: float) -> tuple[Floats
     output = np.array([float(r.osl) for r in rows])
     ticks = int(at[-1] // TICK_S) + 1
     place = (at // TICK_S).astype(int)
-    arrived: Floats = np.bincount(place, weights=np.ones(len(rows)), minlength=ticks) / TICK_S
-    p: Floats = np.bincount(place, weights=uncached, minlength=ticks) / TICK_S
-    made = np.bincount(place, weights=output, minlength=ticks)
+    arrived = _a_tick(place, np.ones(len(rows)), ticks) / TICK_S
+    p = _a_tick(place, uncached, ticks) / TICK_S
+    made = _a_tick(place, output, ticks)
     return p, arrived * _recent_mean(made, arrived * TICK_S)
+
+
+def _a_tick(place: NDArray[np.int64], values: Floats, ticks: int) -> Floats:
+    return np.asarray(np.bincount(place, weights=values, minlength=ticks), dtype=np.float64)
 
 
 def _recent_mean(tokens: Floats, requests: Floats) -> Floats:
