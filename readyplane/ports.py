@@ -158,7 +158,11 @@ class Registry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """What a worker must do now: drain, leave, replay_kv, stage_up, stop."""
+    """What a worker must do now: drain, leave, replay_kv, activate, flip, stage_up, stop.
+
+    Attributes:
+        role: of a flip, the stage to serve from now on.
+    """
 
     kind: str
     deadline_s: float | None = None
@@ -226,12 +230,17 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True)
 class GateVerdict:
-    """Admitted, or every reason why not."""
+    """Admitted, or every reason why not.
+
+    Attributes:
+        standby: admitted as a standby, which is not routable until it is activated.
+    """
 
     admitted: bool
     reasons: tuple[str, ...] = ()
     checks: tuple[CheckResult, ...] = ()
 
+    standby: bool = False
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -437,7 +446,13 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One worker to be started."""
+    """One worker to be started.
+
+    Attributes:
+        convertible_tpot_s: above 0, a decode worker that also takes prompts in short chunks, between
+            iterations that keep this time per output token.
+        standby: loaded and proved, then waiting until the router activates it.
+    """
 
     worker_id: str
     role: Role
@@ -453,6 +468,8 @@ class Order:
 @dataclass(frozen=True, slots=True)
 class Instance:
     """One allocation: pending, running, exited or failed. Ages in seconds, None if not yet."""
+    convertible_tpot_s: float = 0.0
+    standby: bool = False
 
     order: Order
     state: str

@@ -31,11 +31,13 @@ class WorkerState(StrEnum):
     """Where a worker is between order and release.
 
     ORDERED (desired only) → PROVISIONED (agent runs, lease held) → READY (gate passed, routable) →
-    DRAINING (no new work) → GONE. STALLED: no progress although it has work; not routable.
+    DRAINING (no new work) → GONE. STANDBY: gate passed, not routable until activated. STALLED: no
+    progress although it has work; not routable.
     """
 
     ORDERED = "ordered"
     PROVISIONED = "provisioned"
+    STANDBY = "standby"
     READY = "ready"
     DRAINING = "draining"
     STALLED = "stalled"
@@ -59,6 +61,8 @@ class WorkerOffer:
         ordered_ago_s: seconds since the order was given, where known, else None.
         mode: start mode.
         attached: an engine that was already running and was brought under control.
+        convertible: a decode worker that also takes prompts in short chunks; its role is BOTH.
+        standby: it is to pass the gate, and to serve only when activated.
     """
 
     worker_id: str
@@ -75,6 +79,13 @@ class WorkerOffer:
     ordered_ago_s: float | None = None
     mode: StartMode = StartMode.JIT
     attached: bool = False
+    convertible: bool = False
+    standby: bool = False
+
+    @property
+    def counts_as(self) -> Role:
+        """The stage whose capacity it is: what it does for the other one is never counted on."""
+        return Role.DECODE if self.convertible else self.role
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +169,7 @@ class Serving:
         tokenizer_digest: identity of the tokenizer the engine loaded.
         kv_side_channel: `host:port` of the KV connector, empty if none.
         tier: where the weights came from. mode: how it was started.
+        flips: the engine can serve the other stage without a new start.
     """
 
     engine_url: str
@@ -171,6 +183,7 @@ class Serving:
     kv_side_channel: str = ""
     tier: WeightTier = WeightTier.UNKNOWN
     mode: StartMode = StartMode.JIT
+    flips: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +199,7 @@ class Worker:
         renewed_s: router clock of the last renewal.
         active: sequences the router assigned and has not seen finish.
         promised_prefill_tokens, promised_kv_blocks: reserved by the router.
+        told: what it has been told to do and has not done yet: activate or flip, empty for nothing.
     """
 
     offer: WorkerOffer
@@ -203,6 +217,7 @@ class Worker:
     active: int = 0
     promised_prefill_tokens: int = 0
     promised_kv_blocks: int = 0
+    told: str = ""
 
     @property
     def worker_id(self) -> str:

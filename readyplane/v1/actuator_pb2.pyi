@@ -32,6 +32,8 @@ class Order(google.protobuf.message.Message):
     MODE_FIELD_NUMBER: builtins.int
     SCALE_DECISION_ID_FIELD_NUMBER: builtins.int
     NODE_PREFERENCE_FIELD_NUMBER: builtins.int
+    CONVERTIBLE_TPOT_S_FIELD_NUMBER: builtins.int
+    STANDBY_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill, decode or both."""
@@ -42,6 +44,12 @@ class Order(google.protobuf.message.Message):
     mode: builtins.str
     """eager, jit or aot."""
     scale_decision_id: builtins.str
+    convertible_tpot_s: builtins.float
+    """Above 0: a decode worker that also takes prompts in short chunks, between iterations that keep
+    this time per output token. 0: one stage only.
+    """
+    standby: builtins.bool
+    """Loaded and proved, then waiting until it is activated."""
     @property
     def node_preference(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Wanted nodes, best first; the actuator says why when it takes another."""
@@ -58,8 +66,10 @@ class Order(google.protobuf.message.Message):
         mode: builtins.str = ...,
         scale_decision_id: builtins.str = ...,
         node_preference: collections.abc.Iterable[builtins.str] | None = ...,
+        convertible_tpot_s: builtins.float = ...,
+        standby: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node_preference", b"node_preference", "role", b"role", "scale_decision_id", b"scale_decision_id", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["convertible_tpot_s", b"convertible_tpot_s", "generation", b"generation", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node_preference", b"node_preference", "role", b"role", "scale_decision_id", b"scale_decision_id", "standby", b"standby", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Order: typing_extensions.TypeAlias = Order
 
@@ -210,9 +220,21 @@ Global___Instance: typing_extensions.TypeAlias = Instance
 class ListInstancesRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """Whose leadership the number below is of; every model's instances are listed."""
+    leader_epoch: builtins.int
+    """Fencing number of the planner's leadership: from this answer on, orders and releases of an
+    older one are refused, so that a list is complete for who leads. 0 only reads.
+    """
     def __init__(
         self,
+        *,
+        model: builtins.str = ...,
+        leader_epoch: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leader_epoch", b"leader_epoch", "model", b"model"]) -> None: ...
 
 Global___ListInstancesRequest: typing_extensions.TypeAlias = ListInstancesRequest
 

@@ -171,9 +171,12 @@ class Directive(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     DEADLINE_DURATION_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
     kind: builtins.str
-    """drain, leave, replay_kv, stage_up or stop."""
+    """drain, leave, replay_kv, activate, flip, stage_up or stop."""
     reason: builtins.str
+    role: readyplane.v1.worker_pb2.Role.ValueType
+    """Of a flip: the stage to serve from now on."""
     @property
     def deadline_duration(self) -> google.protobuf.duration_pb2.Duration: ...
     def __init__(
@@ -182,9 +185,10 @@ class Directive(google.protobuf.message.Message):
         kind: builtins.str = ...,
         deadline_duration: google.protobuf.duration_pb2.Duration | None = ...,
         reason: builtins.str = ...,
+        role: readyplane.v1.worker_pb2.Role.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["deadline_duration", b"deadline_duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline_duration", b"deadline_duration", "kind", b"kind", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_duration", b"deadline_duration", "kind", b"kind", "reason", b"reason", "role", b"role"]) -> None: ...
 
 Global___Directive: typing_extensions.TypeAlias = Directive
 
@@ -288,7 +292,10 @@ class AdmitResponse(google.protobuf.message.Message):
     ADMITTED_FIELD_NUMBER: builtins.int
     REASONS_FIELD_NUMBER: builtins.int
     CHECKS_FIELD_NUMBER: builtins.int
+    STANDBY_FIELD_NUMBER: builtins.int
     admitted: builtins.bool
+    standby: builtins.bool
+    """Admitted as a standby: not routable until it is activated."""
     @property
     def reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -301,8 +308,9 @@ class AdmitResponse(google.protobuf.message.Message):
         admitted: builtins.bool = ...,
         reasons: collections.abc.Iterable[builtins.str] | None = ...,
         checks: collections.abc.Iterable[readyplane.v1.worker_pb2.CheckResult] | None = ...,
+        standby: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "checks", b"checks", "reasons", b"reasons"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "checks", b"checks", "reasons", b"reasons", "standby", b"standby"]) -> None: ...
 
 Global___AdmitResponse: typing_extensions.TypeAlias = AdmitResponse
 
@@ -353,12 +361,15 @@ class DrainRequest(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     DEADLINE_DURATION_FIELD_NUMBER: builtins.int
     SCALE_DECISION_ID_FIELD_NUMBER: builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
     """0 drains whatever incarnation lives now."""
     reason: builtins.str
     scale_decision_id: builtins.str
+    leader_epoch: builtins.int
+    """Fencing number of the planner's leadership; an older one is refused. 0: a person asks."""
     @property
     def deadline_duration(self) -> google.protobuf.duration_pb2.Duration: ...
     def __init__(
@@ -370,9 +381,10 @@ class DrainRequest(google.protobuf.message.Message):
         reason: builtins.str = ...,
         deadline_duration: google.protobuf.duration_pb2.Duration | None = ...,
         scale_decision_id: builtins.str = ...,
+        leader_epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["deadline_duration", b"deadline_duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline_duration", b"deadline_duration", "epoch", b"epoch", "reason", b"reason", "request_id", b"request_id", "scale_decision_id", b"scale_decision_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_duration", b"deadline_duration", "epoch", b"epoch", "leader_epoch", b"leader_epoch", "reason", b"reason", "request_id", b"request_id", "scale_decision_id", b"scale_decision_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
 
@@ -392,6 +404,120 @@ class DrainResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["worker", b"worker"]) -> None: ...
 
 Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+
+@typing.final
+class ActivateRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    DEADLINE_DURATION_FIELD_NUMBER: builtins.int
+    SCALE_DECISION_ID_FIELD_NUMBER: builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    worker_id: builtins.str
+    epoch: builtins.int
+    """0 activates whatever incarnation lives now."""
+    reason: builtins.str
+    scale_decision_id: builtins.str
+    leader_epoch: builtins.int
+    """As of a drain."""
+    @property
+    def deadline_duration(self) -> google.protobuf.duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        worker_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+        reason: builtins.str = ...,
+        deadline_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        scale_decision_id: builtins.str = ...,
+        leader_epoch: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["deadline_duration", b"deadline_duration"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deadline_duration", b"deadline_duration", "epoch", b"epoch", "leader_epoch", b"leader_epoch", "reason", b"reason", "request_id", b"request_id", "scale_decision_id", b"scale_decision_id", "worker_id", b"worker_id"]) -> None: ...
+
+Global___ActivateRequest: typing_extensions.TypeAlias = ActivateRequest
+
+@typing.final
+class ActivateResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: builtins.int
+    @property
+    def worker(self) -> readyplane.v1.worker_pb2.Worker: ...
+    def __init__(
+        self,
+        *,
+        worker: readyplane.v1.worker_pb2.Worker | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["worker", b"worker"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["worker", b"worker"]) -> None: ...
+
+Global___ActivateResponse: typing_extensions.TypeAlias = ActivateResponse
+
+@typing.final
+class FlipRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    DEADLINE_DURATION_FIELD_NUMBER: builtins.int
+    SCALE_DECISION_ID_FIELD_NUMBER: builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    worker_id: builtins.str
+    epoch: builtins.int
+    """0 flips whatever incarnation lives now."""
+    role: readyplane.v1.worker_pb2.Role.ValueType
+    """The stage to serve from then on."""
+    reason: builtins.str
+    scale_decision_id: builtins.str
+    leader_epoch: builtins.int
+    """As of a drain."""
+    @property
+    def deadline_duration(self) -> google.protobuf.duration_pb2.Duration:
+        """Of the drain."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        worker_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+        role: readyplane.v1.worker_pb2.Role.ValueType = ...,
+        reason: builtins.str = ...,
+        deadline_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        scale_decision_id: builtins.str = ...,
+        leader_epoch: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["deadline_duration", b"deadline_duration"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deadline_duration", b"deadline_duration", "epoch", b"epoch", "leader_epoch", b"leader_epoch", "reason", b"reason", "request_id", b"request_id", "role", b"role", "scale_decision_id", b"scale_decision_id", "worker_id", b"worker_id"]) -> None: ...
+
+Global___FlipRequest: typing_extensions.TypeAlias = FlipRequest
+
+@typing.final
+class FlipResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: builtins.int
+    @property
+    def worker(self) -> readyplane.v1.worker_pb2.Worker: ...
+    def __init__(
+        self,
+        *,
+        worker: readyplane.v1.worker_pb2.Worker | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["worker", b"worker"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["worker", b"worker"]) -> None: ...
+
+Global___FlipResponse: typing_extensions.TypeAlias = FlipResponse
 
 @typing.final
 class ListWorkersRequest(google.protobuf.message.Message):
@@ -697,13 +823,19 @@ class GetSignalsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: builtins.int
     model: builtins.str
+    leader_epoch: builtins.int
+    """Fencing number of the planner's leadership over the model: from this answer on, drains of an
+    older one are refused. 0 only reads.
+    """
     def __init__(
         self,
         *,
         model: builtins.str = ...,
+        leader_epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["model", b"model"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leader_epoch", b"leader_epoch", "model", b"model"]) -> None: ...
 
 Global___GetSignalsRequest: typing_extensions.TypeAlias = GetSignalsRequest
 

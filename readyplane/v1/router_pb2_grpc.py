@@ -65,6 +65,16 @@ class RouterStub(object):
                 request_serializer=readyplane_dot_v1_dot_router__pb2.DrainRequest.SerializeToString,
                 response_deserializer=readyplane_dot_v1_dot_router__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Activate = channel.unary_unary(
+                '/readyplane.v1.Router/Activate',
+                request_serializer=readyplane_dot_v1_dot_router__pb2.ActivateRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_router__pb2.ActivateResponse.FromString,
+                _registered_method=True)
+        self.Flip = channel.unary_unary(
+                '/readyplane.v1.Router/Flip',
+                request_serializer=readyplane_dot_v1_dot_router__pb2.FlipRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_router__pb2.FlipResponse.FromString,
+                _registered_method=True)
         self.ListWorkers = channel.unary_unary(
                 '/readyplane.v1.Router/ListWorkers',
                 request_serializer=readyplane_dot_v1_dot_router__pb2.ListWorkersRequest.SerializeToString,
@@ -143,6 +153,23 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Activate(self, request, context):
+        """Tells a standby to serve, with its next renewal. Idempotent; for a ready worker it changes
+        nothing. After the deadline it is told no more, and it stays a standby.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Flip(self, request, context):
+        """Tells a ready worker to serve the other stage: it is drained, then it registers for the other
+        role under a new epoch and passes the gate again. Idempotent. FAILED_PRECONDITION (Refused)
+        says why a worker cannot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListWorkers(self, request, context):
         """Workers as the router knows them now.
         """
@@ -214,6 +241,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=readyplane_dot_v1_dot_router__pb2.DrainRequest.FromString,
                     response_serializer=readyplane_dot_v1_dot_router__pb2.DrainResponse.SerializeToString,
+            ),
+            'Activate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Activate,
+                    request_deserializer=readyplane_dot_v1_dot_router__pb2.ActivateRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_router__pb2.ActivateResponse.SerializeToString,
+            ),
+            'Flip': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flip,
+                    request_deserializer=readyplane_dot_v1_dot_router__pb2.FlipRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_router__pb2.FlipResponse.SerializeToString,
             ),
             'ListWorkers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListWorkers,
@@ -404,6 +441,60 @@ class Router(object):
             '/readyplane.v1.Router/Drain',
             readyplane_dot_v1_dot_router__pb2.DrainRequest.SerializeToString,
             readyplane_dot_v1_dot_router__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Activate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Router/Activate',
+            readyplane_dot_v1_dot_router__pb2.ActivateRequest.SerializeToString,
+            readyplane_dot_v1_dot_router__pb2.ActivateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flip(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Router/Flip',
+            readyplane_dot_v1_dot_router__pb2.FlipRequest.SerializeToString,
+            readyplane_dot_v1_dot_router__pb2.FlipResponse.FromString,
             options,
             channel_credentials,
             insecure,

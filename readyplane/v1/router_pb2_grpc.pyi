@@ -121,6 +121,38 @@ _RouterDrainType = typing_extensions.TypeVar(
     ],
 )
 
+_RouterActivateType = typing_extensions.TypeVar(
+    '_RouterActivateType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.ActivateRequest,
+        readyplane.v1.router_pb2.ActivateResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.ActivateRequest,
+        readyplane.v1.router_pb2.ActivateResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.ActivateRequest,
+        readyplane.v1.router_pb2.ActivateResponse,
+    ],
+)
+
+_RouterFlipType = typing_extensions.TypeVar(
+    '_RouterFlipType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.FlipRequest,
+        readyplane.v1.router_pb2.FlipResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.FlipRequest,
+        readyplane.v1.router_pb2.FlipResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.FlipRequest,
+        readyplane.v1.router_pb2.FlipResponse,
+    ],
+)
+
 _RouterListWorkersType = typing_extensions.TypeVar(
     '_RouterListWorkersType',
     grpc.UnaryUnaryMultiCallable[
@@ -201,7 +233,7 @@ _RouterGetSignalsType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _RouterReportRankType, _RouterAdmitType, _RouterLeaveType, _RouterDrainType, _RouterListWorkersType, _RouterWatchType, _RouterRouteType, _RouterCompleteType, _RouterGetSignalsType]):
+class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _RouterReportRankType, _RouterAdmitType, _RouterLeaveType, _RouterDrainType, _RouterActivateType, _RouterFlipType, _RouterListWorkersType, _RouterWatchType, _RouterRouteType, _RouterCompleteType, _RouterGetSignalsType]):
     """Admits workers through the ready gate and picks a pair for each request."""
 
     @typing.overload
@@ -229,6 +261,14 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.DrainRequest,
             readyplane.v1.router_pb2.DrainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.router_pb2.ActivateRequest,
+            readyplane.v1.router_pb2.ActivateResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.router_pb2.FlipRequest,
+            readyplane.v1.router_pb2.FlipResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.ListWorkersRequest,
@@ -279,6 +319,14 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
             readyplane.v1.router_pb2.DrainResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.router_pb2.ActivateRequest,
+            readyplane.v1.router_pb2.ActivateResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.router_pb2.FlipRequest,
+            readyplane.v1.router_pb2.FlipResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.ListWorkersRequest,
             readyplane.v1.router_pb2.ListWorkersResponse,
         ],
@@ -327,6 +375,17 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
     Drain: _RouterDrainType
     """Marks a worker draining: no new assignment from the moment of the answer. Idempotent."""
 
+    Activate: _RouterActivateType
+    """Tells a standby to serve, with its next renewal. Idempotent; for a ready worker it changes
+    nothing. After the deadline it is told no more, and it stays a standby.
+    """
+
+    Flip: _RouterFlipType
+    """Tells a ready worker to serve the other stage: it is drained, then it registers for the other
+    role under a new epoch and passes the gate again. Idempotent. FAILED_PRECONDITION (Refused)
+    says why a worker cannot.
+    """
+
     ListWorkers: _RouterListWorkersType
     """Workers as the router knows them now."""
 
@@ -373,6 +432,14 @@ RouterAsyncStub: typing_extensions.TypeAlias = RouterStub[
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.router_pb2.DrainRequest,
         readyplane.v1.router_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.ActivateRequest,
+        readyplane.v1.router_pb2.ActivateResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.FlipRequest,
+        readyplane.v1.router_pb2.FlipResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.router_pb2.ListWorkersRequest,
@@ -455,6 +522,27 @@ class RouterServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[readyplane.v1.router_pb2.DrainResponse, collections.abc.Awaitable[readyplane.v1.router_pb2.DrainResponse]]:
         """Marks a worker draining: no new assignment from the moment of the answer. Idempotent."""
+
+    @abc.abstractmethod
+    def Activate(
+        self,
+        request: readyplane.v1.router_pb2.ActivateRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.router_pb2.ActivateResponse, collections.abc.Awaitable[readyplane.v1.router_pb2.ActivateResponse]]:
+        """Tells a standby to serve, with its next renewal. Idempotent; for a ready worker it changes
+        nothing. After the deadline it is told no more, and it stays a standby.
+        """
+
+    @abc.abstractmethod
+    def Flip(
+        self,
+        request: readyplane.v1.router_pb2.FlipRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.router_pb2.FlipResponse, collections.abc.Awaitable[readyplane.v1.router_pb2.FlipResponse]]:
+        """Tells a ready worker to serve the other stage: it is drained, then it registers for the other
+        role under a new epoch and passes the gate again. Idempotent. FAILED_PRECONDITION (Refused)
+        says why a worker cannot.
+        """
 
     @abc.abstractmethod
     def ListWorkers(

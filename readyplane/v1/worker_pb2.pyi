@@ -53,6 +53,8 @@ class _StateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     STATE_DRAINING: _State.ValueType  # 4
     STATE_STALLED: _State.ValueType  # 5
     STATE_GONE: _State.ValueType  # 6
+    STATE_STANDBY: _State.ValueType  # 7
+    """Loaded and judged by the gate, but not routable until it is activated."""
 
 class State(_State, metaclass=_StateEnumTypeWrapper):
     """Where a worker is between order and release. Output only."""
@@ -64,6 +66,8 @@ STATE_READY: State.ValueType  # 3
 STATE_DRAINING: State.ValueType  # 4
 STATE_STALLED: State.ValueType  # 5
 STATE_GONE: State.ValueType  # 6
+STATE_STANDBY: State.ValueType  # 7
+"""Loaded and judged by the gate, but not routable until it is activated."""
 Global___State: typing_extensions.TypeAlias = State
 
 @typing.final
@@ -86,6 +90,8 @@ class WorkerOffer(google.protobuf.message.Message):
     ORDERED_AGO_DURATION_FIELD_NUMBER: builtins.int
     MODE_FIELD_NUMBER: builtins.int
     ATTACHED_FIELD_NUMBER: builtins.int
+    CONVERTIBLE_FIELD_NUMBER: builtins.int
+    STANDBY_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Name given by whoever ordered the worker; unique among the living."""
     incarnation: builtins.str
@@ -104,6 +110,10 @@ class WorkerOffer(google.protobuf.message.Message):
     """eager, jit or aot."""
     attached: builtins.bool
     """An engine that was already running and was brought under control."""
+    convertible: builtins.bool
+    """A decode worker that also takes prompts in short chunks: role is ROLE_BOTH, its pool decode."""
+    standby: builtins.bool
+    """It is to pass the gate and then to wait until it is activated."""
     @property
     def ordered_ago_duration(self) -> google.protobuf.duration_pb2.Duration:
         """Absent when the order time is not known."""
@@ -125,9 +135,11 @@ class WorkerOffer(google.protobuf.message.Message):
         ordered_ago_duration: google.protobuf.duration_pb2.Duration | None = ...,
         mode: builtins.str = ...,
         attached: builtins.bool = ...,
+        convertible: builtins.bool = ...,
+        standby: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration", "ordered_ago_duration", b"ordered_ago_duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration", "agent_url", b"agent_url", "attached", b"attached", "generation", b"generation", "incarnation", b"incarnation", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node", b"node", "ordered_ago_duration", b"ordered_ago_duration", "ranks", b"ranks", "role", b"role", "scale_decision_id", b"scale_decision_id", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration", "agent_url", b"agent_url", "attached", b"attached", "convertible", b"convertible", "generation", b"generation", "incarnation", b"incarnation", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node", b"node", "ordered_ago_duration", b"ordered_ago_duration", "ranks", b"ranks", "role", b"role", "scale_decision_id", b"scale_decision_id", "standby", b"standby", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration"]) -> typing.Literal["ordered_ago_duration"] | None: ...
 
 Global___WorkerOffer: typing_extensions.TypeAlias = WorkerOffer
@@ -380,6 +392,7 @@ class Serving(google.protobuf.message.Message):
     KV_SIDE_CHANNEL_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     MODE_FIELD_NUMBER: builtins.int
+    FLIPS_FIELD_NUMBER: builtins.int
     engine_url: builtins.str
     kv_total_blocks: builtins.int
     block_size: builtins.int
@@ -390,6 +403,8 @@ class Serving(google.protobuf.message.Message):
     kv_side_channel: builtins.str
     tier: builtins.str
     mode: builtins.str
+    flips: builtins.bool
+    """The engine can serve the other stage without a new start."""
     @property
     def kv(self) -> Global___KvFormat: ...
     def __init__(
@@ -406,9 +421,10 @@ class Serving(google.protobuf.message.Message):
         kv_side_channel: builtins.str = ...,
         tier: builtins.str = ...,
         mode: builtins.str = ...,
+        flips: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv", b"kv"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "engine_url", b"engine_url", "kv", b"kv", "kv_side_channel", b"kv_side_channel", "kv_total_blocks", b"kv_total_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "mode", b"mode", "profile", b"profile", "tier", b"tier", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "engine_url", b"engine_url", "flips", b"flips", "kv", b"kv", "kv_side_channel", b"kv_side_channel", "kv_total_blocks", b"kv_total_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "mode", b"mode", "profile", b"profile", "tier", b"tier", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
 
 Global___Serving: typing_extensions.TypeAlias = Serving
 
@@ -433,12 +449,15 @@ class Worker(google.protobuf.message.Message):
     ACTIVE_FIELD_NUMBER: builtins.int
     PROMISED_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     PROMISED_KV_BLOCKS_FIELD_NUMBER: builtins.int
+    TOLD_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     state: Global___State.ValueType
     drain_reason: builtins.str
     active: builtins.int
     promised_prefill_tokens: builtins.int
     promised_kv_blocks: builtins.int
+    told: builtins.str
+    """What it has been told to do and has not done yet: activate or flip, empty for nothing."""
     @property
     def offer(self) -> Global___WorkerOffer: ...
     @property
@@ -475,9 +494,10 @@ class Worker(google.protobuf.message.Message):
         active: builtins.int = ...,
         promised_prefill_tokens: builtins.int = ...,
         promised_kv_blocks: builtins.int = ...,
+        told: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_draining_ago_duration", b"_draining_ago_duration", "_provisioned_ago_duration", b"_provisioned_ago_duration", "_ready_ago_duration", b"_ready_ago_duration", "draining_ago_duration", b"draining_ago_duration", "load", b"load", "offer", b"offer", "progress", b"progress", "provisioned_ago_duration", b"provisioned_ago_duration", "ready_ago_duration", b"ready_ago_duration", "renewed_ago_duration", b"renewed_ago_duration", "serving", b"serving"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draining_ago_duration", b"_draining_ago_duration", "_provisioned_ago_duration", b"_provisioned_ago_duration", "_ready_ago_duration", b"_ready_ago_duration", "active", b"active", "checks", b"checks", "drain_reason", b"drain_reason", "draining_ago_duration", b"draining_ago_duration", "epoch", b"epoch", "load", b"load", "offer", b"offer", "progress", b"progress", "promised_kv_blocks", b"promised_kv_blocks", "promised_prefill_tokens", b"promised_prefill_tokens", "provisioned_ago_duration", b"provisioned_ago_duration", "ready_ago_duration", b"ready_ago_duration", "renewed_ago_duration", b"renewed_ago_duration", "serving", b"serving", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_draining_ago_duration", b"_draining_ago_duration", "_provisioned_ago_duration", b"_provisioned_ago_duration", "_ready_ago_duration", b"_ready_ago_duration", "active", b"active", "checks", b"checks", "drain_reason", b"drain_reason", "draining_ago_duration", b"draining_ago_duration", "epoch", b"epoch", "load", b"load", "offer", b"offer", "progress", b"progress", "promised_kv_blocks", b"promised_kv_blocks", "promised_prefill_tokens", b"promised_prefill_tokens", "provisioned_ago_duration", b"provisioned_ago_duration", "ready_ago_duration", b"ready_ago_duration", "renewed_ago_duration", b"renewed_ago_duration", "serving", b"serving", "state", b"state", "told", b"told"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draining_ago_duration", b"_draining_ago_duration"]) -> typing.Literal["draining_ago_duration"] | None: ...
     @typing.overload

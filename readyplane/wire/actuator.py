@@ -21,6 +21,8 @@ def order_to_proto(order: Order) -> pb.Order:
         mode=order.mode,
         scale_decision_id=order.scale_decision_id,
         node_preference=order.node_preference,
+        convertible_tpot_s=order.convertible_tpot_s,
+        standby=order.standby,
     )
 
 
@@ -36,6 +38,8 @@ def order_from_proto(message: pb.Order) -> Order:
         mode=enum_of(StartMode, message.mode, "order.mode", StartMode.JIT),
         scale_decision_id=message.scale_decision_id,
         node_preference=tuple(message.node_preference),
+        convertible_tpot_s=message.convertible_tpot_s,
+        standby=message.standby,
     )
 
 

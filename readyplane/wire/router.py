@@ -23,6 +23,7 @@ from readyplane.ports import (
     RouterSignals,
 )
 from readyplane.v1 import router_pb2 as pb
+from readyplane.v1 import worker_pb2 as pb_worker
 from readyplane.wire.scalars import duration, enum_of, json_of, object_of, seconds_of
 from readyplane.wire.worker import (
     check_result_from_proto,
@@ -33,6 +34,8 @@ from readyplane.wire.worker import (
     lease_to_proto,
     load_report_from_proto,
     load_report_to_proto,
+    role_from_proto,
+    role_to_proto,
     start_progress_from_proto,
     start_progress_to_proto,
 )
@@ -92,10 +95,12 @@ def renewal_from_proto(message: pb.SessionRequest) -> Renewal:
 def directive_to_proto(directive: Directive) -> pb.Directive:
     """Directive as message."""
     left = directive.deadline_s
+    role = pb_worker.ROLE_UNSPECIFIED if directive.role is None else role_to_proto(directive.role)
     return pb.Directive(
         kind=directive.kind,
         deadline_duration=None if left is None else duration(left, "directive.deadline_duration"),
         reason=directive.reason,
+        role=role,
     )
 
 
@@ -103,7 +108,8 @@ def directive_from_proto(message: pb.Directive) -> Directive:
     """Message as directive; `deadline_s` is seconds from now, None without a deadline."""
     known = message.HasField("deadline_duration")
     left = seconds_of(message.deadline_duration) if known else None
-    return Directive(message.kind, left, message.reason)
+    role = role_from_proto(message.role, "directive.role") if message.role else None
+    return Directive(message.kind, left, message.reason, role)
 
 
 def renewal_answer_to_proto(answer: RenewalAnswer) -> pb.SessionResponse:
@@ -168,13 +174,14 @@ def gate_verdict_to_proto(verdict: GateVerdict) -> pb.AdmitResponse:
         admitted=verdict.admitted,
         reasons=verdict.reasons,
         checks=[check_result_to_proto(c) for c in verdict.checks],
+        standby=verdict.standby,
     )
 
 
 def gate_verdict_from_proto(message: pb.AdmitResponse) -> GateVerdict:
     """Response as verdict."""
     checks = tuple(check_result_from_proto(c) for c in message.checks)
-    return GateVerdict(message.admitted, tuple(message.reasons), checks)
+    return GateVerdict(message.admitted, tuple(message.reasons), checks, message.standby)
 
 
 # --------------------------------------------------------------------------- pairing

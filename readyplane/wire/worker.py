@@ -46,6 +46,7 @@ _STATES = {
     WorkerState.DRAINING: pb.STATE_DRAINING,
     WorkerState.STALLED: pb.STATE_STALLED,
     WorkerState.GONE: pb.STATE_GONE,
+    WorkerState.STANDBY: pb.STATE_STANDBY,
 }
 _STATES_BACK = {number: state for state, number in _STATES.items()}
 _LOAD_COUNTS = (
@@ -105,6 +106,8 @@ def worker_offer_to_proto(offer: WorkerOffer) -> pb.WorkerOffer:
         ordered_ago_duration=None if ago is None else duration(ago, "offer.ordered_ago_duration"),
         mode=offer.mode,
         attached=offer.attached,
+        convertible=offer.convertible,
+        standby=offer.standby,
     )
 
 
@@ -126,6 +129,8 @@ def worker_offer_from_proto(message: pb.WorkerOffer) -> WorkerOffer:
         ordered_ago_s=seconds_of(message.ordered_ago_duration) if known else None,
         mode=enum_of(StartMode, message.mode, "offer.mode", StartMode.JIT),
         attached=message.attached,
+        convertible=message.convertible,
+        standby=message.standby,
     )
 
 
@@ -267,6 +272,7 @@ def serving_to_proto(serving: Serving) -> pb.Serving:
         kv_side_channel=serving.kv_side_channel,
         tier=serving.tier,
         mode=serving.mode,
+        flips=serving.flips,
     )
 
 
@@ -284,6 +290,7 @@ def serving_from_proto(message: pb.Serving) -> Serving:
         kv_side_channel=message.kv_side_channel,
         tier=enum_of(WeightTier, message.tier, "serving.tier", WeightTier.UNKNOWN),
         mode=enum_of(StartMode, message.mode, "serving.mode", StartMode.JIT),
+        flips=message.flips,
     )
 
 
@@ -309,6 +316,7 @@ def worker_to_proto(worker: Worker, *, now_s: float) -> pb.Worker:
         active=worker.active,
         promised_prefill_tokens=worker.promised_prefill_tokens,
         promised_kv_blocks=worker.promised_kv_blocks,
+        told=worker.told,
     )
 
 
@@ -336,6 +344,7 @@ def worker_from_proto(message: pb.Worker, *, now_s: float) -> Worker:
         active=message.active,
         promised_prefill_tokens=message.promised_prefill_tokens,
         promised_kv_blocks=message.promised_kv_blocks,
+        told=message.told,
     )
 
 

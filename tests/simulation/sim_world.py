@@ -17,6 +17,7 @@ from readyplane_lab.workload.conversation import Wave, conversation
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_planner.decide import Decision, Memory, Plan
 from readyplane_planner.decide.follow import Brain, Targets, follow
+from readyplane_planner.policy import overlay
 from readyplane_planner.signals import Observation
 
 
@@ -74,11 +75,12 @@ def world(
     requests: tuple[WorkloadRequest, ...] | None = None,
     *,
     policy: Mapping[str, Any] | None = None,
+    convertible: bool = False,
     **options: Any,
 ) -> WorldResult:
     """A short run of the demo's policy; two of each from the beginning unless told otherwise."""
     chosen: Mapping[str, Any] = {"initial": (2, 2), "brain": brain, "record": False, **options}
-    document = {**DEMO_POLICY, **(policy or {})}
+    document = overlay({**DEMO_POLICY, **(policy or {})}, {"decode": {"convertible": convertible}})
     return run_world(WorldOptions(document, **chosen), requests or steady())
 
 

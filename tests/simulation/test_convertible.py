@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 
 from readyplane import profiles
+from readyplane.core import convertible
 from readyplane.core.worker import Role
 from readyplane_agent.engines.modelled.core import EngineModel
 from readyplane_agent.engines.modelled.core_events import EngineRequest, Finished, RequestMode
-from readyplane_lab.simulator import convertible
 from readyplane_lab.simulator.faults import Crash
 from tests.simulation.sim_world import Fixed, steady, world
 

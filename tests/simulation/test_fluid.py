@@ -22,6 +22,7 @@ from readyplane_lab.simulator.world import WorldOptions, run_world
 from readyplane_lab.workload.conversation import Wave, conversation
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_lab.workload.trace import read_trace
+from readyplane_planner.policy import overlay
 
 SHARED = Path(os.environ.get("READYPLANE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 CONV = SHARED / "traces" / "azure2023_conv.csv.zst"
@@ -220,9 +221,8 @@ def test_decode_workers_that_lend_their_time_help_a_small_prefill_pool() -> None
     asked = policy("h200-slow10", (2, 3), (2, 3))
     found = []
     for convertible in (False, True):
-        events, fluid = both(
-            asked, azure(120.0), initial=(2, 3), t_ready_s=10.0, convertible=convertible
-        )
+        lent = overlay(asked, {"decode": {"convertible": convertible}})
+        events, fluid = both(lent, azure(120.0), initial=(2, 3), t_ready_s=10.0)
         assert attainment(fluid, 0.1) == pytest.approx(attainment(events, 0.1), abs=0.05)
         found.append(attainment(fluid, 0.1))
     assert found[1] > found[0] + 0.05

@@ -45,7 +45,8 @@ offers = st.builds(
     worker_id=texts, incarnation=texts, role=st.sampled_from(worker.Role), model=texts,
     worker_class=texts, generation=whole, manifest_digest=texts, node=texts,
     scale_decision_id=texts, ranks=small, agent_url=texts, ordered_ago_s=maybe(seconds),
-    mode=st.sampled_from(StartMode), attached=st.booleans(),
+    mode=st.sampled_from(StartMode), attached=st.booleans(), convertible=st.booleans(),
+    standby=st.booleans(),
 )  # fmt: skip
 leases = st.builds(worker.Lease, texts, texts, whole, seconds)
 segments = st.builds(
@@ -70,7 +71,7 @@ servings = st.builds(
     worker.Serving,
     engine_url=texts, kv=formats, kv_total_blocks=whole, block_size=small, max_model_len=whole,
     profile=texts, max_num_seqs=small, tokenizer_digest=texts, kv_side_channel=texts,
-    tier=st.sampled_from(WeightTier), mode=st.sampled_from(StartMode),
+    tier=st.sampled_from(WeightTier), mode=st.sampled_from(StartMode), flips=st.booleans(),
 )  # fmt: skip
 workers = st.builds(
     worker.Worker,
@@ -78,7 +79,7 @@ workers = st.builds(
     serving=maybe(servings), progress=maybe(progress), load=loads, checks=many(checks),
     drain_reason=texts, provisioned_s=maybe(seconds), ready_s=maybe(seconds),
     draining_s=maybe(seconds), renewed_s=seconds, active=whole,
-    promised_prefill_tokens=whole, promised_kv_blocks=whole,
+    promised_prefill_tokens=whole, promised_kv_blocks=whole, told=texts,
 )  # fmt: skip
 fleets = st.builds(
     worker.Fleet,
@@ -91,7 +92,9 @@ batches = st.builds(ports.KvEventBatch, whole, many(kv_events))
 renewals = st.builds(
     ports.Renewal, texts, texts, whole, maybe(progress), maybe(loads), many(batches), st.booleans()
 )
-directives = st.builds(ports.Directive, texts, maybe(seconds), texts)
+directives = st.builds(
+    ports.Directive, texts, maybe(seconds), texts, maybe(st.sampled_from(worker.Role))
+)
 ends = st.builds(ports.End, texts, texts, whole, texts, whole)
 windows = st.builds(ports.LatencyWindow, numbers, whole, numbers, numbers, numbers, numbers)
 row = st.lists(numbers, min_size=len(work.OSL_EDGES), max_size=len(work.OSL_EDGES)).map(tuple)
@@ -138,7 +141,9 @@ CASES: dict[str, st.SearchStrategy[Any]] = {
         ports.RankReport, texts, texts, whole, small, texts, texts, texts
     ),
     "group_status": st.builds(ports.GroupStatus, texts, whole, many(texts)),
-    "gate_verdict": st.builds(ports.GateVerdict, st.booleans(), many(texts), many(checks)),
+    "gate_verdict": st.builds(
+        ports.GateVerdict, st.booleans(), many(texts), many(checks), st.booleans()
+    ),
     "request_shape": st.builds(
         work.RequestShape, request_id=texts, model=texts, isl=whole,
         token_ids=st.binary(max_size=4).map(lambda b: b * 4), block_hashes=hashes,

@@ -47,7 +47,7 @@ WAIT_MORE_S = 30.0
 STARTING = ("ordered", "provisioned")
 ROW = (
     *("worker_id", "incarnation", "role", "state", "model", "worker_class", "node", "generation"),
-    *("epoch", "mode", "tier", "attached", "engine_url", "active", "kv_usage"),
+    *("epoch", "mode", "tier", "attached", "convertible", "engine_url", "active", "kv_usage"),
 )
 SAME = ("worker_class", "node", "generation", "mode", "tier")
 
@@ -68,6 +68,7 @@ def workers(
 
     T_ready is from order to routable; `longest` is the segment with the largest share of it.
     A start that is under way shows the segment it waits in.
+    `decode+prefill` is a decode worker that also takes prompts, in short chunks.
     The decision is shown by its end, which `readyplane explain` takes.
     """
     where = find("router", router=router, planner=planner)
@@ -154,8 +155,10 @@ def worker_row(worker: Worker) -> dict[str, Any]:
         {
             **{
                 name: str(getattr(offer, name))
-                for name in ("worker_id", "incarnation", "role", "model", "worker_class", "node")
+                for name in ("worker_id", "incarnation", "model", "worker_class", "node")
             },
+            "role": str(offer.counts_as),
+            "convertible": offer.convertible,
             "state": str(worker.state),
             "mode": str(offer.mode),
             "tier": str(worker.serving.tier) if worker.serving is not None else None,
@@ -236,7 +239,7 @@ def _cells(row: Mapping[str, Any], differing: Sequence[str]) -> list[str]:
     took = row["t_ready_s"] if row["starting_s"] is None else row["starting_s"]
     return [
         row["worker_id"],
-        row["role"],
+        row["role"] + ("+prefill" if row["convertible"] else ""),
         f"[{colour}]{row['state']}[/{colour}]",
         *(str(row[key] if row[key] is not None else output.NOT_KNOWN) for key in differing),
         str(row["epoch"] or output.NOT_KNOWN),

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from readyplane_lab.proof.port import Contender, Fielded, Setting
 from readyplane_planner.decide import decide
-from readyplane_planner.policy import Policy
+from readyplane_planner.policy import DecodePolicy, Policy
 
 HEADROOM_DEFAULT = float(Policy.model_fields["headroom"].default)
+CONVERTIBLE_DEFAULT = bool(DecodePolicy.model_fields["convertible"].default)
 
 
 def make(knob: float, setting: Setting) -> Fielded:
     """The default policy; the knob replaces its headroom where it is not the default."""
     del setting
-    return Fielded(brain=decide, policy={} if knob == HEADROOM_DEFAULT else {"headroom": knob})
+    return Fielded(
+        brain=decide,
+        policy={} if knob == HEADROOM_DEFAULT else {"headroom": knob},
+        convertible=CONVERTIBLE_DEFAULT,
+    )
 
 
 CONTENDER = Contender(

@@ -33,12 +33,12 @@ def play_fielded(case: Case, fielded: Fielded, *, mode: str) -> RunResult:
 
 
 def _options(case: Case, fielded: Fielded) -> dict[str, Any]:
+    decode = {"decode": {"convertible": fielded.convertible}}
     return {
-        "policy": overlay(case.policy, fielded.policy),
+        "policy": overlay(overlay(case.policy, fielded.policy), decode),
         "seed": case.seed,
         "startup": case.startup,
         "brain": fielded.brain,
         "initial": fielded.initial or case.setting.initial,
-        "convertible": fielded.convertible,
         "faults": case.disturbances.faults,
     }

@@ -1,7 +1,7 @@
 """The production router with an ear on it: what the planner is shown, and what is checked and noted.
 
 Owns nothing of the router's work: every call goes through. The planner is shown the fleet as it was
-ordered: a convertible decode worker as a decode worker, and a standby not at all.
+ordered: a standby not at all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from readyplane.core.work import RequestShape
-from readyplane.core.worker import Fleet, Lease, Role, Worker, WorkerOffer
+from readyplane.core.worker import Fleet, Lease, Worker, WorkerOffer
 from readyplane.ports import Pair, RouterSignals
 from readyplane_lab.simulator.invariants import Epochs, pair_is_ready
 from readyplane_lab.simulator.telemetry import Telemetry
@@ -68,16 +68,14 @@ class SimRouter(RouterService):
         self._on_drain(worker_id)
         return worker
 
-    async def signals(self, model: str = "") -> RouterSignals:
+    async def signals(self, model: str = "", *, leader_epoch: int = 0) -> RouterSignals:
         """See the port; asked by the planner alone."""
-        found = await super().signals(model)
+        found = await super().signals(model, leader_epoch=leader_epoch)
         return self._telemetry.passed(replace(found, fleet=self._as_ordered(found.fleet)))
 
     def _as_ordered(self, fleet: Fleet) -> Fleet:
         hidden = self._hidden()
-        both = {i: w for i, w in fleet.workers.items() if w.role is Role.BOTH}
-        if not both and not hidden:
+        if not hidden:
             return fleet
-        shown = {i: replace(w, offer=replace(w.offer, role=Role.DECODE)) for i, w in both.items()}
-        workers = {i: w for i, w in {**fleet.workers, **shown}.items() if i not in hidden}
+        workers = {i: w for i, w in fleet.workers.items() if i not in hidden}
         return replace(fleet, workers=workers)

@@ -431,6 +431,7 @@ class SimWorker:
             scale_decision_id=order.scale_decision_id,
             ordered_ago_s=self._site.clock.monotonic_s() - self.allocated_s,
             mode=order.mode,
+            convertible=order.convertible_tpot_s > 0,
         )
 
     def _progress(self) -> StartProgress:

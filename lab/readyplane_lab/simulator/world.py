@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from readyplane import profiles
+from readyplane.core import convertible
 from readyplane.core.errors import InvalidField, NotFound, Unavailable
 from readyplane.core.profile import ClassProfile, LinkClass
 from readyplane.core.startup import StartMode
@@ -23,7 +24,7 @@ from readyplane.core.work import Slo
 from readyplane.core.worker import Role
 from readyplane.kit.clock import cpu_s
 from readyplane.ports import Order
-from readyplane_lab.simulator import convertible, invariants
+from readyplane_lab.simulator import invariants
 from readyplane_lab.simulator.actuator import SimActuator
 from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.simulator.directives import Directive
@@ -76,7 +77,7 @@ class WorldOptions:
         initial: (prefill, decode) workers that are ready before the first request arrives and that
             no decision ordered; None: the planner begins with nothing, and the first request
             arrives when there is a pair.
-        block_size: tokens of a KV block. convertible: decode workers may take prefill work too.
+        block_size: tokens of a KV block.
         classes: profiles of worker classes besides the policy's two, for brains that order them.
         quota: GPUs of a worker class that may be held at once. prices: per GPU-hour, where they
             are not the profile's.
@@ -92,7 +93,6 @@ class WorldOptions:
     brain: Brain | None = None
     initial: tuple[int, int] | None = None
     block_size: int = BLOCK_SIZE
-    convertible: bool = False
     faults: tuple[Fault, ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict)
     quota: Mapping[str, int] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class World:
             remedy = f"name its profile in WorldOptions.classes; known: {', '.join(self.classes)}"
             raise NotFound("worker class", order.worker_class, remedy)
         profile = self.classes[order.worker_class]
-        takes_both = self.options.convertible and order.role is Role.DECODE
+        takes_both = order.convertible_tpot_s > 0
         # Only such starts count among those of their pool: they are what all policies have.
         plain = how in (Begin.COLD, Begin.FIRST)
         kind = (str(order.role),) if plain else (str(order.role), str(how))
@@ -235,7 +235,12 @@ class World:
             worker_class=pool.worker_class,
             manifest_digest=self.artifacts.newest.digest,
             mode=StartMode(self.policy.start_mode),
+            convertible_tpot_s=self._convertible_tpot_s if role is Role.DECODE else 0.0,
         )
+
+    @property
+    def _convertible_tpot_s(self) -> float:
+        return self.slo.tpot_s if self.policy.decode.convertible else 0.0
 
     # ------------------------------------------------------------------ running
 

@@ -212,6 +212,11 @@ class LocalActuator:
         ]
 
     def _fence(self, leader_epoch: int) -> None:
+            *(
+                ("--convertible-tpot-s", repr(order.convertible_tpot_s))
+                if order.convertible_tpot_s > 0
+                else ()
+            ),
         if leader_epoch < self._leader_epoch:
             raise StaleEpoch(
                 "leader_epoch",

@@ -18,6 +18,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
+from readyplane.core.convertible import told_profile
 from readyplane.core.errors import ReadyplaneError, Unavailable
 from readyplane.core.startup import SegmentName
 from readyplane.kit.clock import Clock, SystemClock
@@ -75,6 +76,8 @@ async def _live(settings: AgentSettings, trace: StartTrace) -> int:
     incarnation = f"{settings.worker_id}-{secrets.token_hex(6)}"
     try:
         profile = load_profile(settings.profile or settings.worker_class)
+        if settings.convertible_tpot_s > 0:
+            profile = told_profile(profile, tpot_s=settings.convertible_tpot_s)
         engine = engine_for(
             settings.engine,
             clock=clock,

@@ -325,7 +325,7 @@ class Life:
         return WorkerOffer(
             worker_id=s.worker_id,
             incarnation=self.incarnation,
-            role=s.role,
+            role=s.serves,
             model=s.model,
             worker_class=s.worker_class,
             generation=s.generation,
@@ -337,6 +337,7 @@ class Life:
             ordered_ago_s=None if ordered is None else self._clock.monotonic_s() - ordered,
             mode=s.mode,
             attached=s.engine == "attached",
+            convertible=s.convertible_tpot_s > 0,
         )
 
     async def _news(self) -> News:

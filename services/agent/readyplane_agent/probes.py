@@ -293,7 +293,10 @@ async def kv_pool(engine: EnginePort, serving: Serving, clock: Clock) -> CheckRe
 
 
 def peers_for(fleet: Fleet, *, worker_id: str, role: Role, serving: Serving) -> list[Worker]:
-    """Ready workers of the other stage whose KV fits ours, the idlest first."""
+    """Ready workers of the other stage whose KV fits ours, the idlest first.
+
+    Who serves both is given KV by prefill workers; from those that only decode nothing comes.
+    """
     found = [
         worker
         for worker in fleet.workers.values()
@@ -301,6 +304,7 @@ def peers_for(fleet: Fleet, *, worker_id: str, role: Role, serving: Serving) -> 
         and worker.state is WorkerState.READY
         and worker.serving is not None
         and worker.role is not role
+        and not (role is Role.BOTH and worker.role is Role.DECODE)
         and not compatible(worker.serving.kv, serving.kv)
     ]
     return sorted(found, key=lambda w: (w.active, w.worker_id))[:PEERS_MAX]

@@ -29,6 +29,8 @@ HELP: Mapping[str, str] = {
     "work_dir": "folder for this worker's own files; emptied at exit",
     "registry": "gRPC address of the registry, host:port",
     "manifest": "digest or tag of the weights to serve; empty: what the model name resolves to",
+    "convertible_tpot_s": "above 0: a decode worker that also takes prompts in short chunks, between "
+    "iterations that keep this time per output token",
     "worker_class": "worker class, as the planner names it",
     "generation": "rollout generation of the group",
     "mode": "eager, jit or aot",
@@ -71,6 +73,7 @@ class AgentSettings:
     registry: str = ""
     manifest: str = ""
     worker_class: str = "default"
+    convertible_tpot_s: float = 0.0
     generation: int = 1
     mode: StartMode = StartMode.JIT
     scale_decision_id: str = ""
@@ -97,6 +100,11 @@ class AgentSettings:
     log_level: str = "info"
     ready_file: Path | None = None
     ordered_at_s: float | None = None
+
+    @property
+    def serves(self) -> Role:
+        """The stages that the engine takes: both, for a convertible decode worker."""
+        return Role.BOTH if self.convertible_tpot_s > 0 else self.role
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
@@ -184,10 +192,17 @@ def _checked(s: AgentSettings) -> AgentSettings:
     for name in ("generation", "staging_bytes", "read_connections", "cache_bytes_max"):
         if getattr(s, name) < 1:
             raise InvalidField(_flag(name), getattr(s, name), "use a whole number from 1")
-    for name in ("kv_tokens", "transfer_readers_max", "transfer_bytes_per_s"):
+    _check_convertible(s)
+    for name in ("kv_tokens", "convertible_tpot_s", "transfer_readers_max", "transfer_bytes_per_s"):
         if getattr(s, name) < 0:
             raise InvalidField(_flag(name), getattr(s, name), "use a number from 0")
     for name in ("fetch_limit_s", "stall_s", "start_limit_s", "drain_deadline_s"):
         if getattr(s, name) <= 0:
             raise InvalidField(_flag(name), getattr(s, name), "use seconds above 0")
     return s
+
+
+def _check_convertible(s: AgentSettings) -> None:
+    if s.convertible_tpot_s > 0 and (s.role is not Role.DECODE or s.engine == "attached"):
+        what = f"{s.convertible_tpot_s:g} with --role {s.role} --engine {s.engine}"
+        raise InvalidField("--convertible-tpot-s", what, "give it to a decode worker of our own")

@@ -225,9 +225,10 @@ class Start:
         config = work / "config.json"
         config.write_text(json.dumps(dict(manifest.config)))
         tokenizers = [e.path for e in manifest.files if e.purpose == "tokenizer"]
+        lent = self._s.convertible_tpot_s > 0
         return EngineSpec(
             engine_id=self._incarnation,
-            role=self._s.role,
+            role=self._s.serves,
             model=manifest.model,
             manifest_digest=manifest.digest,
             arena_path=arena.path,
@@ -241,6 +242,9 @@ class Start:
             mode=self._s.mode,
             compile_cache_dir=None if self._cache is None else self._cache.folder / "compile",
             kv_tokens=self._s.kv_tokens,
+            # The told profile has the bound of a convertible worker's chunks; others have none.
+            max_batch_tokens=self._profile.max_batch_tokens if lent else 0,
+            max_num_seqs=self._profile.max_num_seqs if lent else 0,
             wait_weights=True,
             extra_args=self._s.engine_args,
         )
@@ -351,7 +355,7 @@ class Start:
         peers = [
             (w.worker_id, OpenAiEngine(w.serving.engine_url, model=self._s.model))
             for w in probes.peers_for(
-                fleet, worker_id=self._s.worker_id, role=self._s.role, serving=serving
+                fleet, worker_id=self._s.worker_id, role=self._s.serves, serving=serving
             )
             if w.serving is not None
         ]

@@ -138,7 +138,8 @@ class Hand:
             manifest_digest=order.manifest_digest,
             generation=order.generation,
             mode=StartMode(order.mode),
-            scale_decision_id=decision.decision_id,
+            scale_decision_id=decision_id,
+            convertible_tpot_s=order.convertible_tpot_s,
         )
 
         async def call() -> Done:

@@ -84,10 +84,10 @@ class Follower:
         document: dict[str, Any] = {
             "start": start_document(worker),
             "tier": str(worker.serving.tier) if worker.serving is not None else "unknown",
-            "role": str(worker.role),
+            "role": str(worker.offer.counts_as),
         }
         if sample is not None:
-            self.book.add(worker.role, sample)
+            self.book.add(worker.offer.counts_as, sample)
             document["sample"] = sample_document(sample)
         self._tell(worker.offer.scale_decision_id, worker.worker_id, "ready", wall_s, document)
 

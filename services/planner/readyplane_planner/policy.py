@@ -55,6 +55,15 @@ class PoolPolicy(_Strict):
     profile: str = Field(default="h200-llama8b-fp8", min_length=1)
 
 
+class DecodePolicy(PoolPolicy):
+    """The decode pool; `convertible`: its new workers also take prompts, in short chunks.
+
+    They are lent to a prefill pool that is slower still; nobody counts on them for it.
+    """
+
+    convertible: bool = False
+
+
 class ForecastPolicy(_Strict):
     """How demand is forecast; see `readyplane_planner.forecast.Knobs`.
 
@@ -139,7 +148,7 @@ class Policy(_Strict):
     manifest: str = ""
     slo: SloPolicy = SloPolicy()
     prefill: PoolPolicy = PoolPolicy()
-    decode: PoolPolicy = PoolPolicy()
+    decode: DecodePolicy = DecodePolicy()
     tick_s: float = Field(default=2.0, ge=0.05, le=300.0)
     forecast_quantile: float = Field(default=0.9, ge=0.5, le=0.999)
     headroom: Share = 0.1
@@ -256,7 +265,9 @@ def make_plan(
         model=policy.model,
         version=version,
         prefill=_pool(policy, policy.prefill, both[0]),
-        decode=_pool(policy, policy.decode, both[1]),
+        decode=_pool(
+            policy, policy.decode, both[1], tpot_s=policy.slo.tpot_s * policy.decode.convertible
+        ),
         ttft_s=policy.slo.ttft_s,
         tpot_s=policy.slo.tpot_s,
         slo_quantile=policy.slo.quantile,
@@ -296,7 +307,9 @@ def pool_profiles(policy: Policy) -> tuple[ClassProfile, ClassProfile]:
     return load_profile(policy.prefill.profile), load_profile(policy.decode.profile)
 
 
-def _pool(policy: Policy, pool: PoolPolicy, profile: ClassProfile) -> PoolPlan:
+def _pool(
+    policy: Policy, pool: PoolPolicy, profile: ClassProfile, *, tpot_s: float = 0.0
+) -> PoolPlan:
     limits = Limits(
         low=pool.min,
         high=pool.max,
@@ -311,7 +324,7 @@ def _pool(policy: Policy, pool: PoolPolicy, profile: ClassProfile) -> PoolPlan:
         gpus=profile.gpus,
         backoff_s=policy.backoff_s,
     )
-    return PoolPlan(limits, pool.worker_class, profile)
+    return PoolPlan(limits, pool.worker_class, profile, convertible_tpot_s=tpot_s)
 
 
 def _cross_check(policy: Policy) -> None:

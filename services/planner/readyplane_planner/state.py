@@ -106,7 +106,9 @@ def state_pools(seen: Seen) -> dict[str, dict[str, Any]]:
 
 def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) -> dict[str, Any]:
     role, rate, observation = ROLE_OF[name], pool.worker_rate, seen.observation
-    mine = [w for w in workers if w.role.serves(role) and w.state is not WorkerState.GONE]
+    mine = [
+        w for w in workers if w.offer.counts_as.serves(role) and w.state is not WorkerState.GONE
+    ]
     provisioned, ready = _capacity(name, seen)
     usages = [
         w.load.kv_used_blocks / w.load.kv_total_blocks
@@ -242,7 +244,8 @@ def _worker(worker: Worker, held: Sequence[Allocation]) -> dict[str, Any]:
     return {
         "worker_id": offer.worker_id,
         "incarnation": offer.incarnation,
-        "role": str(offer.role),
+        "role": str(offer.counts_as),
+        "convertible": offer.convertible,
         "state": str(worker.state),
         "node": offer.node,
         "worker_class": offer.worker_class,
@@ -271,6 +274,7 @@ def _unleased(allocation: Allocation) -> dict[str, Any]:
         "worker_id": allocation.worker_id,
         "incarnation": "",
         "role": str(allocation.role),
+        "convertible": False,
         "state": str(WorkerState.ORDERED),
         "node": allocation.node,
         "worker_class": allocation.worker_class,

@@ -16,7 +16,10 @@ INCARNATIONS_KEPT = 16
 
 TRANSITIONS: Mapping[WorkerState, frozenset[WorkerState]] = {
     WorkerState.ORDERED: frozenset({WorkerState.PROVISIONED, WorkerState.GONE}),
-    WorkerState.PROVISIONED: frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.GONE}),
+    WorkerState.PROVISIONED: frozenset(
+        {WorkerState.READY, WorkerState.STANDBY, WorkerState.DRAINING, WorkerState.GONE}
+    ),
+    WorkerState.STANDBY: frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.GONE}),
     WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.STALLED, WorkerState.GONE}),
     WorkerState.STALLED: frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.GONE}),
     WorkerState.DRAINING: frozenset({WorkerState.GONE}),

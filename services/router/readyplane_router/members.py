@@ -13,6 +13,7 @@ from readyplane.core.profile import ClassProfile
 from readyplane.core.worker import (
     CheckResult,
     LoadReport,
+    Role,
     Serving,
     StartProgress,
     Worker,
@@ -204,6 +205,8 @@ def check_offer(offer: WorkerOffer) -> None:
             raise InvalidField(f"offer.{name}", value, remedy)
     if not 1 <= offer.ranks <= RANKS_MAX:
         raise InvalidField("offer.ranks", offer.ranks, f"use 1 to {RANKS_MAX}")
+    if offer.convertible and offer.role is not Role.BOTH:
+        raise InvalidField("offer.role", offer.role, "a convertible worker serves both")
     if offer.generation < 0:
         raise InvalidField("offer.generation", offer.generation, "use 0 or more")
     if not offer.attached and not offer.manifest_digest:

@@ -139,7 +139,7 @@ class RouterCollector(Collector):
             ):
                 count = sum(w.state is state for w in found)
                 workers.add_metric((*labels, str(state)), count)
-            if found[0].role.serves(Role.PREFILL):
+            if any(w.role.serves(Role.PREFILL) for w in found):
                 queue.add_metric(labels, sum(w.promised_prefill_tokens for w in found))
             if found[0].role.serves(Role.DECODE):
                 active.add_metric(labels, sum(w.active for w in found))
@@ -244,7 +244,7 @@ class RouterCollector(Collector):
 
 
 def _labels_of(worker: Worker) -> tuple[str, str, str]:
-    return str(worker.role), worker.offer.worker_class, worker.offer.model
+    return str(worker.offer.counts_as), worker.offer.worker_class, worker.offer.model
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...] = LABELS) -> GaugeMetricFamily:

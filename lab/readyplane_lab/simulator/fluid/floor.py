@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+from readyplane.core import convertible
 from readyplane.core.profile import ClassProfile
 from readyplane.core.work import Slo
-from readyplane_lab.simulator import convertible
 from readyplane_lab.simulator.fluid.arrivals import Arrivals
 from readyplane_lab.simulator.fluid.decode import Batch, DecodePool, Ends
 from readyplane_lab.simulator.fluid.fleet import FluidWorker
@@ -49,6 +49,7 @@ class Floor:
         profiles: tuple[ClassProfile, ClassProfile],
         *,
         slo: Slo,
+        lends: bool,
         on_ready: Callable[[FluidWorker], None],
     ) -> None:
         self.router = RouterPolicy(pair=PairPolicy(slo=slo))
@@ -69,7 +70,7 @@ class Floor:
         if isinstance(self.prefill, Servers):
             self.prefill.chains = self.rows.chains
             self.prefill.cached = arrivals.cached.tolist()
-        if options.convertible:
+        if lends:
             self.prefill.lend = self._lent
         self.decode = DecodePool(profiles[1], self.router, self.rows.isl, apart=arrivals.single)
         self._place: dict[int, list[tuple[Batch, float]]] = {}

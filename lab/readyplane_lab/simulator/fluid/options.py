@@ -26,7 +26,6 @@ class FluidOptions:
         block_size: tokens of a KV block, the grain of the prefix cache.
         cache_tokens: of the one prefix cache that stands for those of all prefill workers; None:
             as many as the first prefill workers hold, 0: none.
-        convertible: decode workers also take prefill work, within a bound.
         faults: values of `readyplane_lab.simulator.faults`, as far as a fluid has them.
         step_s: of the fluid. record: keep series and the documents of decisions that changed.
         timer: CPU seconds, for `planner_s`; None leaves that empty.
@@ -40,7 +39,6 @@ class FluidOptions:
     initial: tuple[int, int] | None = None
     block_size: int = 64
     cache_tokens: float | None = None
-    convertible: bool = False
     faults: tuple[Any, ...] = ()
     step_s: float = STEP_S
     record: bool = True

@@ -39,7 +39,8 @@ def run_fluid(options: FluidOptions, requests: Sequence[WorkloadRequest] | Arriv
     plan = make_plan(policy, version=1, manifest_digest=DIGEST, profiles=profiles)
     control = Control(options, policy, plan)
     slo = Slo(policy.slo.ttft_s, policy.slo.tpot_s)
-    floor = Floor(options, requests, profiles, slo=slo, on_ready=control.started)
+    lends = policy.decode.convertible
+    floor = Floor(options, requests, profiles, slo=slo, lends=lends, on_ready=control.started)
     floor.first_fleet(initial)
     control.begin(floor.starts.took_s)
     mishaps = Mishaps(options.faults, floor, control)

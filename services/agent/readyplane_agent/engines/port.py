@@ -57,6 +57,8 @@ class EngineSpec:
         host, port: where it serves HTTP; port 0 lets it choose.
         kv_side_channel_port, kv_events_port, kv_replay_port: 0 lets it choose.
         mode: start mode (R13). compile_cache_dir: folder of its compile cache, None without.
+        max_batch_tokens, max_num_seqs: bounds of one iteration, 0 for what the profile says. Role
+            BOTH computes prompts in chunks that keep within `max_batch_tokens` beside what decodes.
         kv_tokens: size of the KV pool, 0 for what the profile says.
         wait_weights: the process may start before the weights are there: it imports and sets up
             what needs no weights, and waits until `tensor_table_path` exists (write it last, by
@@ -84,6 +86,8 @@ class EngineSpec:
     mode: StartMode = StartMode.JIT
     compile_cache_dir: Path | None = None
     kv_tokens: int = 0
+    max_batch_tokens: int = 0
+    max_num_seqs: int = 0
     wait_weights: bool = False
     extra_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)

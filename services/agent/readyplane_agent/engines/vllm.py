@@ -49,6 +49,12 @@ def command(spec: EngineSpec, *, model_dir: Path, port: int, ports: tuple[int, i
         words.append("--enforce-eager")
     if spec.kv_tokens:
         words += ["--num-gpu-blocks-override", str(-(-spec.kv_tokens // 16))]
+    if spec.max_batch_tokens:
+        # vLLM fills an iteration with tokens of what decodes first; the rest is a prompt's chunk.
+        words += ["--enable-chunked-prefill"]
+        words += ["--max-num-batched-tokens", str(spec.max_batch_tokens)]
+    if spec.max_num_seqs:
+        words += ["--max-num-seqs", str(spec.max_num_seqs)]
     return [*words, *spec.extra_args]
 
 

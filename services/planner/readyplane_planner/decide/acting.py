@@ -142,6 +142,7 @@ def _order(
                 manifest_digest=plan.manifest_digest,
                 generation=max(1, memory.generation.number),
                 mode=plan.start_mode,
+                convertible_tpot_s=plan.pool(name).convertible_tpot_s,
             )
         )
         order = OpenOrder(worker_id, name, now_s, decision_id)

@@ -192,7 +192,7 @@ function workers(list) {
   const body = document.querySelector("#workers tbody");
   body.replaceChildren(...list.map((worker) => element("tr", { "data-worker": worker.worker_id },
     element("td", {}, element("code", {}, worker.worker_id)),
-    element("td", {}, worker.role),
+    element("td", {}, worker.convertible ? `${worker.role}+prefill` : worker.role),
     element("td", {}, element("span", { class: `state ${worker.state}` }, worker.state),
       worker.drain_reason ? element("div", { class: "quiet" }, worker.drain_reason) : null),
     element("td", {}, whole(worker.active)),

@@ -83,7 +83,7 @@ def _view(
     return WorkerView(
         worker_id=offer.worker_id,
         incarnation=offer.incarnation,
-        role=offer.role,
+        role=offer.counts_as,
         state=worker.state,
         worker_class=offer.worker_class,
         epoch=worker.epoch,
@@ -109,6 +109,7 @@ def _view(
         kv_tokens=kv_tokens,
         failure=worker.progress.failure if worker.progress is not None else "",
         unpairable=unpairable,
+        convertible=offer.convertible,
     )
 
 
@@ -118,7 +119,7 @@ Pace = tuple[float | None, float | None, float | None, float | None]
 
 def _measured(worker: Worker, before: Worker | None) -> Pace:
     """Between two reports of one life. Iterations only where the worker ran at both ends: else
-    they tell of its load, not of its speed.
+    they tell of its load, not of its speed; and not where a lent decoder computed prompts in them.
     """
     if before is None or worker.ready_s is None:
         return None, None, None, None
@@ -127,13 +128,15 @@ def _measured(worker: Worker, before: Worker | None) -> Pace:
     if dt_s <= 0:
         return None, None, None, None
     rate = dry = iteration = decoded = None
+    lent = False
     if now.prefill_tokens_total is not None and old.prefill_tokens_total is not None:
         grown = now.prefill_tokens_total - old.prefill_tokens_total
+        lent = worker.offer.convertible and grown > 0
         if grown > 0 and old.waiting_prefill_tokens is not None:
             rate, dry = grown / dt_s, old.waiting_prefill_tokens / dt_s
     if now.iterations_total is not None and old.iterations_total is not None:
         steps = now.iterations_total - old.iterations_total
-        if steps > 0 and (now.running or 0) and (old.running or 0):
+        if steps > 0 and (now.running or 0) and (old.running or 0) and not lent:
             iteration = dt_s / steps
     if now.decode_tokens_total is not None and old.decode_tokens_total is not None:
         decoded = max(0.0, (now.decode_tokens_total - old.decode_tokens_total) / dt_s)

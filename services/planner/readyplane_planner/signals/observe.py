@@ -61,7 +61,9 @@ def observe(
         return _signal(gauge_kind, value, unit, age_s, why)
 
     workers, dead = fleet.workers(previous, current)
-    engine = [w.waiting_prefill_tokens for w in workers if w.role.serves(Role.PREFILL)]
+    engine = [
+        w.waiting_prefill_tokens for w in workers if w.role.serves(Role.PREFILL) or w.convertible
+    ]
     queued, promised = gauges["queued_tokens"], gauges["prefilling_tokens"]
     queue = None
     if queued is not None and promised is not None:

@@ -128,6 +128,7 @@ class WorkerView:
         decode_rate: output tokens/s since its last report.
         unpairable: why no ready worker of the other stage can exchange KV with it; empty when one
             can, or when there is none to judge by.
+        convertible: a decode worker (its role here) that is lent to prefill in short chunks.
     """
 
     worker_id: str
@@ -158,6 +159,7 @@ class WorkerView:
     kv_tokens: float | None = None
     failure: str = ""
     unpairable: str = ""
+    convertible: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,8 @@ class ModelledEngine:
             ("--kv-events-port", spec.kv_events_port),
             ("--kv-replay-port", spec.kv_replay_port),
             ("--kv-tokens", spec.kv_tokens),
+            ("--max-batch-tokens", spec.max_batch_tokens),
+            ("--max-num-seqs", spec.max_num_seqs),
             ("--mode", spec.mode),
             ("--startup-file", spec.work_dir / STARTUP_FILE),
             ("--parent-pid", os.getpid()),

@@ -1,6 +1,6 @@
 """Convertible decoders: decode workers that may also take prefill work, in short chunks.
 
-Owns the bound. The engine computes at most CHUNK_TOKENS of a prompt in one iteration, so that the
+Owns the bound and the price, for agent, planner and simulator alike. The engine computes at most CHUNK_TOKENS of a prompt in one iteration, so that the
 sequences that decode there wait for one short chunk at a time; the router is told the times that
 follow, so that it takes such a worker only where the prefill pool is slower still, and never for
 more than its `prefill_ahead_s` of promised work.
@@ -30,8 +30,9 @@ def engine_profile(profile: ClassProfile) -> ClassProfile:
 def told_profile(profile: ClassProfile, *, tpot_s: float) -> ClassProfile:
     """What the router is told: prefill in chunks between the iterations of a half-full decoder.
 
-    A name of its own keeps what the router learns of these workers apart from what it learns of the
-    prefill pool.
+    Half-full by the time per output token that is to be kept. A name of its own keeps what the
+    router learns of these workers apart from what it learns of the prefill pool, and one for each
+    `tpot_s` keeps it true when the target changes while older workers serve.
     """
     chunk = chunk_tokens(profile)
     sequences = SHARE_DECODING * profile.decode_sequences(tpot_s=tpot_s, context=CONTEXT)
@@ -42,7 +43,7 @@ def told_profile(profile: ClassProfile, *, tpot_s: float) -> ClassProfile:
     )
     return replace(
         profile,
-        name=f"{profile.name}-convertible",
+        name=f"{profile.name}-convertible-{1000.0 * tpot_s:g}ms",
         prefill_points=points,
         max_batch_tokens=chunk,
     )
