@@ -105,9 +105,9 @@ class Fleets:
                 worker, load=load if ready else worker.load, renewed_s=now_s, active=held
             )
 
-    async def signals(self, model: str = "") -> RouterSignals:
+    async def signals(self, model: str = "", *, leader_epoch: int = 0) -> RouterSignals:
         """What the router would tell."""
-        del model
+        del model, leader_epoch
         lengths = tuple(
             tuple(50.0 if (i, j) == (3, 6) else 0.0 for j in range(14)) for i in range(8)
         )
@@ -129,7 +129,7 @@ class Fleets:
         )
         return RouterSignals("r", self._clock.now_s, {MODEL: part}, Fleet(1, dict(self._workers)))
 
-    async def list_instances(self) -> list[Instance]:
+    async def list_instances(self, **_: Any) -> list[Instance]:
         """Everything allocated; starts stay young, so that they stay on their way."""
         now_s = self._clock.now_s
         return [

@@ -167,6 +167,7 @@ class Directive:
     kind: str
     deadline_s: float | None = None
     reason: str = ""
+    role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +240,8 @@ class GateVerdict:
     admitted: bool
     reasons: tuple[str, ...] = ()
     checks: tuple[CheckResult, ...] = ()
-
     standby: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -364,8 +365,9 @@ class Router(Protocol):
         reason: str = "",
         deadline_s: float = 300.0,
         scale_decision_id: str = "",
+        leader_epoch: int = 0,
     ) -> Worker:
-        """No new assignment from now on."""
+        """No new assignment from now on. Raises StaleEpoch for an older leader or incarnation."""
         ...
 
     async def list_workers(self, model: str = "") -> Fleet:
@@ -392,8 +394,11 @@ class Router(Protocol):
         """Tell facts; returns how many reservations were not known."""
         ...
 
-    async def signals(self, model: str = "") -> RouterSignals:
-        """Demand, latency, queues and fleet."""
+    async def signals(self, model: str = "", *, leader_epoch: int = 0) -> RouterSignals:
+        """Demand, latency, queues and fleet.
+
+        From the answer on, drains of an older leader of `model` are refused, here too; 0 only reads.
+        """
         ...
 
 
@@ -463,13 +468,13 @@ class Order:
     mode: StartMode = StartMode.JIT
     scale_decision_id: str = ""
     node_preference: tuple[str, ...] = ()
+    convertible_tpot_s: float = 0.0
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
     """One allocation: pending, running, exited or failed. Ages in seconds, None if not yet."""
-    convertible_tpot_s: float = 0.0
-    standby: bool = False
 
     order: Order
     state: str
@@ -497,6 +502,10 @@ class Actuator(Protocol):
         """Take the resources back. Idempotent. Raises NotFound."""
         ...
 
-    async def list_instances(self) -> list[Instance]:
-        """Every instance, the recently ended ones too."""
+    async def list_instances(self, *, model: str = "", leader_epoch: int = 0) -> list[Instance]:
+        """Every instance, the recently ended ones too.
+
+        With a leader's number the list is complete for that leader: from this answer on, orders
+        and releases of an older one of `model` are refused. Raises StaleEpoch for an older one.
+        """
         ...

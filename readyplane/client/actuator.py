@@ -50,9 +50,10 @@ class ActuatorClient(ServiceClient):
         )
         return wire.instance_from_proto(response.instance)
 
-    async def list_instances(self) -> list[Instance]:
-        """Every instance, the recently ended ones too."""
+    async def list_instances(self, *, model: str = "", leader_epoch: int = 0) -> list[Instance]:
+        """Every instance, the recently ended ones too; fences older leaders off."""
         response: pb.ListInstancesResponse = await self.call(
-            "ListInstances", pb.ListInstancesRequest
+            "ListInstances",
+            lambda: pb.ListInstancesRequest(model=model, leader_epoch=leader_epoch),
         )
         return [wire.instance_from_proto(i) for i in response.instances]

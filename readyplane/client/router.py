@@ -218,6 +218,7 @@ class RouterClient(ServiceClient):
         reason: str = "",
         deadline_s: float = 300.0,
         scale_decision_id: str = "",
+        leader_epoch: int = 0,
     ) -> Worker:
         """No new assignment from now on."""
         response: pb.DrainResponse = await self.call(
@@ -229,6 +230,7 @@ class RouterClient(ServiceClient):
                 reason=reason,
                 deadline_duration=wire.duration(deadline_s, "deadline_s"),
                 scale_decision_id=scale_decision_id,
+                leader_epoch=leader_epoch,
             ),
         )
         return wire.worker_from_proto(response.worker, now_s=self._clock.monotonic_s())
@@ -306,9 +308,9 @@ class RouterClient(ServiceClient):
         )
         return response.unknown
 
-    async def signals(self, model: str = "") -> RouterSignals:
+    async def signals(self, model: str = "", *, leader_epoch: int = 0) -> RouterSignals:
         """Demand, latency, queues and fleet."""
         response: pb.GetSignalsResponse = await self.call(
-            "GetSignals", lambda: pb.GetSignalsRequest(model=model)
+            "GetSignals", lambda: pb.GetSignalsRequest(model=model, leader_epoch=leader_epoch)
         )
         return wire.router_signals_from_proto(response, now_s=self._clock.monotonic_s())

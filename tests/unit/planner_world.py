@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from readyplane.core.errors import NotFound, Refused, StaleEpoch, Unavailable
+from readyplane.core.errors import NotFound, Refused, Unavailable
+from readyplane.core.fencing import Fences
 from readyplane.core.identity import KvFormat
 from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
 from readyplane.core.worker import (
@@ -111,7 +112,8 @@ class World:
     provisions: list[Order] = field(default_factory=list)
     drains: list[str] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
-    leader_epoch: int = 0
+    fences: Fences = field(default_factory=Fences)
+    fences_router: Fences = field(default_factory=Fences)
     grace_s: float = 3.0
     overrides: dict[str, Any] = field(default_factory=dict)
 
@@ -220,7 +222,8 @@ class World:
             active=box.active,
         )
 
-    async def signals(self, model: str = "") -> RouterSignals:
+    async def signals(self, model: str = "", *, leader_epoch: int = 0) -> RouterSignals:
+        self.fences_router.take(MODEL, leader_epoch)
         if self.away:
             raise Unavailable("router away", "wait")
         if self.frozen and self.last_signals is not None:
@@ -275,7 +278,9 @@ class World:
         reason: str = "",
         deadline_s: float = 300.0,
         scale_decision_id: str = "",
+        leader_epoch: int = 0,
     ) -> Worker:
+        self.fences_router.take(MODEL, leader_epoch)
         box = self.boxes.get(worker_id)
         if box is None or not box.alive:
             raise NotFound("worker", worker_id)
@@ -287,9 +292,7 @@ class World:
     # ------------------------------------------------------------------ actuator
 
     async def provision(self, order: Order, *, leader_epoch: int = 0) -> Instance:
-        if leader_epoch < self.leader_epoch:
-            raise StaleEpoch("leader_epoch", self.leader_epoch, leader_epoch, "stop acting")
-        self.leader_epoch = leader_epoch
+        self.fences.take(MODEL, leader_epoch)
         why = self.refuse(order)
         if why:
             raise Refused("order", [why], "wait")
@@ -308,12 +311,14 @@ class World:
         box = self.boxes.get(worker_id)
         if box is None:
             raise NotFound("worker", worker_id)
+        self.fences.take(MODEL, leader_epoch)
         self.releases.append(worker_id)
         if box.alive and box.ends_s is None:
             box.ends_s = self.clock.now_s + self.grace_s
         return self.instance(box)
 
-    async def list_instances(self) -> list[Instance]:
+    async def list_instances(self, *, model: str = "", leader_epoch: int = 0) -> list[Instance]:
+        self.fences.take(MODEL, leader_epoch)
         if self.actuator_away:
             raise Unavailable("actuator away", "wait")
         return [self.instance(b) for b in self.boxes.values()]

@@ -723,6 +723,6 @@ async def test_of_two_planners_one_acts() -> None:
     assert second.desired[-1][1] >= 3
     assert before < len(w.provisions) <= before + 6
     old_epoch = 1
-    assert w.leader_epoch > old_epoch
+    assert w.fences.newest(MODEL) > old_epoch
     with pytest.raises(StaleEpoch):
         await w.provision(w.provisions[0], leader_epoch=old_epoch)

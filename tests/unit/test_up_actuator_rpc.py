@@ -35,7 +35,7 @@ class Double:
     ) -> Instance:
         raise NotFound("worker", worker_id)
 
-    async def list_instances(self) -> list[Instance]:
+    async def list_instances(self, *, model: str = "", leader_epoch: int = 0) -> list[Instance]:
         return [Instance(o, "running", pid=7, allocated_ago_s=0.5) for o, _ in self.orders]
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from readyplane.core.errors import NotFound, ReadyplaneError, Refused, StaleEpoch
+from readyplane.core.errors import NotFound, ReadyplaneError, Refused
+from readyplane.core.fencing import Fences
 from readyplane.core.worker import Role
 from readyplane.kit.clock import Clock
 from readyplane.ports import Instance, Order
@@ -47,7 +48,7 @@ class SimActuator:
         self._spawn = spawn
         self._clock = clock
         self._quota = dict(quota or {})
-        self._leader_epoch = 0
+        self._fences = Fences()
         self._epochs = Epochs("epoch of the leader")
         self._denials: list[_Denial] = []
         self._flips: dict[str, Order] = {}
@@ -59,7 +60,7 @@ class SimActuator:
             Refused: the quota of its class, or no capacity. NotFound: a class without a profile.
             StaleEpoch: of a leader that leads no more.
         """
-        self._lead(leader_epoch)
+        self._lead(order.model, leader_epoch)
         if order.worker_id not in self.everyone:
             try:
                 self._check_quota(order)
@@ -117,26 +118,25 @@ class SimActuator:
     ) -> Instance:
         """End it."""
         del grace_s, reason
-        self._lead(leader_epoch)
         if worker_id not in self.everyone:
             raise NotFound("worker", worker_id)
+        self._lead(self.everyone[worker_id].order.model, leader_epoch)
         if worker_id in self.living:
             await self.living[worker_id].release()
         return self._instance(worker_id)
 
-    async def list_instances(self) -> list[Instance]:
+    async def list_instances(self, *, model: str = "", leader_epoch: int = 0) -> list[Instance]:
         """Everything allocated, and the last that ended."""
+        self._lead(model, leader_epoch)
         ended = [w for w in self.everyone if w not in self.living]
         shown = [*ended[-ENDED_SHOWN:], *self.living]
         hidden = set(self.hidden())
         return [self._instance(worker_id) for worker_id in shown if worker_id not in hidden]
 
-    def _lead(self, leader_epoch: int) -> None:
-        if leader_epoch < self._leader_epoch:
-            remedy = "another planner leads"
-            raise StaleEpoch("leader epoch", leader_epoch, self._leader_epoch, remedy)
-        self._leader_epoch = leader_epoch
-        self._epochs.take("actuator", leader_epoch)
+    def _lead(self, model: str, leader_epoch: int) -> None:
+        self._fences.take(model, leader_epoch)
+        if leader_epoch > 0:
+            self._epochs.take("actuator", leader_epoch)
 
     def _check_denials(self, order: Order) -> None:
         now_s = self._clock.monotonic_s()

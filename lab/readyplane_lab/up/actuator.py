@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from readyplane.core.errors import Conflict, InvalidField, NotFound, Refused, StaleEpoch
+from readyplane.core.errors import Conflict, InvalidField, NotFound, Refused
+from readyplane.core.fencing import Fences
 from readyplane.kit.clock import Clock
 from readyplane.ports import Instance, Order
 from readyplane_agent.folder import remove_left_behind
@@ -82,7 +83,7 @@ class LocalActuator:
         self._live: dict[str, _Allocation] = {}
         self._ended: deque[_Allocation] = deque(maxlen=ENDED_KEPT)
         self._removals: set[asyncio.Task[None]] = set()
-        self._leader_epoch = 0
+        self._fences = Fences()
         self._closed = False
 
     async def provision(self, order: Order, *, leader_epoch: int = 0) -> Instance:
@@ -92,7 +93,7 @@ class LocalActuator:
             StaleEpoch: a newer leader has given orders. Conflict: the id is used by another order.
             Refused: no free place, or this actuator is closing.
         """
-        self._fence(leader_epoch)
+        self._fences.take(order.model, leader_epoch)
         found = self._live.get(order.worker_id) or self._find_ended(order.worker_id)
         if found is not None:
             if replace(found.order, scale_decision_id="") != replace(order, scale_decision_id=""):
@@ -125,7 +126,9 @@ class LocalActuator:
         Raises:
             NotFound: never provisioned here, or forgotten. StaleEpoch: see `provision`.
         """
-        self._fence(leader_epoch)
+        held = self._live.get(worker_id) or self._find_ended(worker_id)
+        if held is not None:
+            self._fences.take(held.order.model, leader_epoch)
         return await self._release(worker_id, grace_s=grace_s, reason=reason)
 
     async def release_all(self, *, grace_s: float, reason: str) -> None:
@@ -149,8 +152,9 @@ class LocalActuator:
         self._collect(allocation)
         return self._instance(allocation)
 
-    async def list_instances(self) -> list[Instance]:
+    async def list_instances(self, *, model: str = "", leader_epoch: int = 0) -> list[Instance]:
         """Every live instance and the last 256 ended ones, in the order they were allocated."""
+        self._fences.take(model, leader_epoch)
         for allocation in list(self._live.values()):
             if self._table.returncode(allocation.process) is not None:
                 self._collect(allocation)
@@ -208,23 +212,13 @@ class LocalActuator:
             *("--work-dir", str(work_dir)),
             *("--engine", place.engine),
             *("--profile", self._profile_of(order.worker_class)),
-            *place.agent_args,
-        ]
-
-    def _fence(self, leader_epoch: int) -> None:
             *(
                 ("--convertible-tpot-s", repr(order.convertible_tpot_s))
                 if order.convertible_tpot_s > 0
                 else ()
             ),
-        if leader_epoch < self._leader_epoch:
-            raise StaleEpoch(
-                "leader_epoch",
-                self._leader_epoch,
-                leader_epoch,
-                "a newer planner leads; stop acting",
-            )
-        self._leader_epoch = max(self._leader_epoch, leader_epoch)
+            *place.agent_args,
+        ]
 
     def _find_ended(self, worker_id: str) -> _Allocation | None:
         return next((a for a in self._ended if a.order.worker_id == worker_id), None)

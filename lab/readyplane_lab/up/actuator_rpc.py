@@ -50,7 +50,9 @@ class ActuatorServicer(pb_grpc.ActuatorServicer):
         self, request: pb.ListInstancesRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListInstancesResponse:
         """Everything allocated, and what ended lately."""
-        instances = await self._actuator.list_instances()
+        instances = await self._actuator.list_instances(
+            model=request.model, leader_epoch=request.leader_epoch
+        )
         return pb.ListInstancesResponse(instances=[instance_to_proto(i) for i in instances])
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
 
-from readyplane.core.errors import NotFound, ReadyplaneError, Refused
+from readyplane.core.errors import NotFound, ReadyplaneError, Refused, Unavailable
 from readyplane.core.startup import StartMode
 from readyplane.ports import Actuator, Instance, Order, Router
 from readyplane_planner.decide import ROLE_OF, Decision, Drain, Release, StartOrder
@@ -20,6 +20,8 @@ from readyplane_planner.signals import Refusal
 log = logging.getLogger(__name__)
 
 CALLS_MAX = 32
+UNANSWERED_MAX = 256
+ORDER_S_MAX = 15.0
 CALL_S_MAX = 45.0
 """Longer than the grace of a release, which the call waits for."""
 ADVISORY = "advisory: this planner has no actuator, it plans and orders nothing"
@@ -27,8 +29,8 @@ ADVISORY = "advisory: this planner has no actuator, it plans and orders nothing"
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """One finished call: what (`ordered`, `refused`, `draining`, `drain_failed`, `released`, ...),
-    for which worker and decision, and the actuator's or router's words.
+    """One finished call: what (`ordered`, `refused`, `unanswered`, `draining`, `drain_failed`,
+    `released`, ...), for which worker and decision, and the actuator's or router's words.
     """
 
     kind: str
@@ -58,8 +60,9 @@ class NoActuator:
         del grace_s, reason, leader_epoch
         raise Refused(f"release of {worker_id}", [ADVISORY], "stop it by hand")
 
-    async def list_instances(self) -> list[Instance]:
+    async def list_instances(self, *, model: str = "", leader_epoch: int = 0) -> list[Instance]:
         """None."""
+        del model, leader_epoch
         return []
 
 
@@ -81,25 +84,52 @@ class Hand:
         self._flight = _Flight()
         self._places = asyncio.Semaphore(CALLS_MAX)
         self._done: list[Done] = []
+        self._unanswered: dict[str, tuple[StartOrder, str]] = {}
 
     def take(self, decision: Decision, *, leader_epoch: int) -> None:
         """Begin everything that a decision asks for; returns at once."""
-        for order in decision.orders:
-            self._begin("order", order.worker_id, self._order(order, decision, leader_epoch))
-        for drain in decision.drains:
-            self._begin("drain", drain.worker_id, self._drain(drain, decision.decision_id))
-        for release in decision.releases:
-            work = self._release(release, decision.decision_id, leader_epoch)
+        self.carry_out(
+            decision.decision_id,
+            decision.orders,
+            decision.drains,
+            decision.releases,
+            leader_epoch=leader_epoch,
+        )
+
+    def carry_out(
+        self,
+        decision_id: str,
+        orders: Iterable[StartOrder] = (),
+        drains: Iterable[Drain] = (),
+        releases: Iterable[Release] = (),
+        *,
+        leader_epoch: int,
+    ) -> None:
+        """Begin them in the name of a decision; a call in flight is not doubled."""
+        for order in orders:
+            work = self._order(order, decision_id, leader_epoch)
+            self._begin("order", order.worker_id, work)
+        for drain in drains:
+            work = self._drain(drain, decision_id, leader_epoch)
+            self._begin("drain", drain.worker_id, work)
+        for release in releases:
+            work = self._release(release, decision_id, leader_epoch)
             self._begin("release", release.worker_id, work)
+
+    def repeat(self, open_orders: Container[str], *, leader_epoch: int) -> None:
+        """Give orders again whose call nobody answered, as long as they are open.
+
+        Whether one was taken is not known: the same worker id makes it one worker either way.
+        """
+        for worker_id, (order, decision_id) in list(self._unanswered.items()):
+            del self._unanswered[worker_id]
+            if worker_id in open_orders:
+                self.carry_out(decision_id, (order,), leader_epoch=leader_epoch)
 
     @property
     def advisory(self) -> bool:
         """Whether it can act on nothing."""
         return self._advisory
-
-    def drain_again(self, drain: Drain, decision_id: str) -> None:
-        """Repeat a drain that the router does not show; a call in flight is not doubled."""
-        self._begin("drain", drain.worker_id, self._drain(drain, decision_id))
 
     def collect(self) -> list[Done]:
         """What finished since the last call."""
@@ -128,7 +158,7 @@ class Hand:
             self._flight.tasks.pop(key, None)
 
     def _order(
-        self, order: StartOrder, decision: Decision, epoch: int
+        self, order: StartOrder, decision_id: str, epoch: int
     ) -> Callable[[], Awaitable[Done]]:
         wanted = Order(
             worker_id=order.worker_id,
@@ -143,14 +173,21 @@ class Hand:
         )
 
         async def call() -> Done:
-            instance = await self._actuator.provision(wanted, leader_epoch=epoch)
-            return Done(
-                "ordered", order.worker_id, order.pool, decision.decision_id, instance.node_note
-            )
+            try:
+                async with asyncio.timeout(ORDER_S_MAX):
+                    instance = await self._actuator.provision(wanted, leader_epoch=epoch)
+            except (Unavailable, OSError, TimeoutError) as error:
+                # Perhaps it was taken: no refusal, and so the same order again, not another one.
+                self._unanswered[order.worker_id] = order, decision_id
+                while len(self._unanswered) > UNANSWERED_MAX:
+                    self._unanswered.pop(next(iter(self._unanswered)))
+                note = str(error) or type(error).__name__
+                return Done("unanswered", order.worker_id, order.pool, decision_id, note)
+            return Done("ordered", order.worker_id, order.pool, decision_id, instance.node_note)
 
-        return self._saying(call, "refused", order.worker_id, order.pool, decision.decision_id)
+        return self._saying(call, "refused", order.worker_id, order.pool, decision_id)
 
-    def _drain(self, drain: Drain, decision_id: str) -> Callable[[], Awaitable[Done]]:
+    def _drain(self, drain: Drain, decision_id: str, epoch: int) -> Callable[[], Awaitable[Done]]:
         async def call() -> Done:
             if self._advisory:
                 # Advice is taken as followed: the next one builds on it instead of repeating it.
@@ -161,6 +198,7 @@ class Hand:
                 reason=f"scale-down: {drain.why}",
                 deadline_s=drain.deadline_s,
                 scale_decision_id=decision_id,
+                leader_epoch=epoch,
             )
             return Done("draining", drain.worker_id, drain.pool, decision_id, drain.why)
 

@@ -341,6 +341,25 @@ def _held(code: str, since_s: float | None, hold_s: float, now_s: float) -> tupl
     return code, f"{HELD[code]} for {_lasted_s(since_s, now_s):.1f} of {hold_s:.1f} s"
 
 
+def moved(memory: PoolMemory, by_s: float) -> PoolMemory:
+    """The same memory on a clock that is ahead by that."""
+
+    def at(time_s: float | None) -> float | None:
+        return None if time_s is None else time_s + by_s
+
+    return replace(
+        memory,
+        up_s=at(memory.up_s),
+        down_s=at(memory.down_s),
+        surplus_since_s=at(memory.surplus_since_s),
+        deficit_since_s=at(memory.deficit_since_s),
+        wants=tuple((at_s + by_s, count) for at_s, count in memory.wants),
+        retry_s=memory.retry_s + by_s if memory.failures else 0.0,
+        moved_s=at(memory.moved_s),
+        turns_s=tuple(turn_s + by_s for turn_s in memory.turns_s),
+    )
+
+
 def failed(memory: PoolMemory, count: int, *, limits: Limits, now_s: float) -> PoolMemory:
     """Starts that failed, were refused or never came: the next order waits, longer each time."""
     if count <= 0:

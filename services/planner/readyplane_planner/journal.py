@@ -94,6 +94,10 @@ class Journal(Protocol):
         """Newest first, without inputs. `before`: only records with a smaller sequence."""
         ...
 
+    async def since(self, model: str, sequence: int, *, limit: int) -> list[Record]:
+        """Records with a greater sequence, oldest first, without inputs."""
+        ...
+
     async def get(self, decision_id: str) -> tuple[Record, list[Outcome]]:
         """One record with its inputs and its outcomes, oldest first. Raises NotFound."""
         ...
@@ -158,6 +162,16 @@ class MemoryJournal:
             if len(found) >= min(limit, LIST_MAX):
                 break
         return found
+
+    async def since(self, model: str, sequence: int, *, limit: int) -> list[Record]:
+        """See Journal."""
+        found: list[Record] = []
+        for record in reversed(self._records.values()):
+            if record.sequence <= sequence:
+                break
+            if record.model == model:
+                found.append(replace(record, inputs=b""))
+        return found[::-1][:limit]
 
     async def get(self, decision_id: str) -> tuple[Record, list[Outcome]]:
         """See Journal."""
@@ -244,23 +258,42 @@ def replay(record: Record) -> Decision:
     Raises:
         NotFound: the record was kept without its inputs.
     """
+    return replayed(record)[0]
+
+
+def replayed(record: Record) -> tuple[Decision, Memory, float]:
+    """(the decision, the memory after it, the planner's clock of then) of a record.
+
+    Raises:
+        NotFound: the record was kept without its inputs.
+    """
     if not record.inputs:
         raise NotFound("inputs of decision", record.decision_id, "get the record from the journal")
     inputs = decode_inputs(record.inputs)
-    decision, _memory = decide(
+    decision, memory = decide(
         inputs.observation,
         inputs.plan,
         inputs.memory,
         now_s=inputs.now_s,
         decision_id=inputs.decision_id,
     )
-    return decision
+    return decision, memory, inputs.now_s
 
 
 def decision_document(
-    decision: Decision, *, at_s: float, leader_epoch: int, inputs_digest: str
+    decision: Decision,
+    *,
+    at_s: float,
+    leader_epoch: int,
+    inputs_digest: str,
+    totals: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The decision as a JSON object for people and programs (see the README)."""
+    """The decision as a JSON object for people and programs (see the README).
+
+    Args:
+        totals: the router's counters of now and its incarnation, for the effect that is told
+            later; None where the router did not answer.
+    """
     document: dict[str, Any] = msgspec.to_builtins(decision)
     del document["at_s"], document["why"]
     changes = [
@@ -277,6 +310,7 @@ def decision_document(
         "changes": changes,
         "summary": summary_of(decision),
         "reasons": [{"code": r.code, "text": r.text, "pool": r.pool} for r in decision.why],
+        "totals": None if totals is None else dict(totals),
     }
 
 

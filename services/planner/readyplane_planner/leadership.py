@@ -99,6 +99,10 @@ class Leadership:
         self._until_s = asked_s + self._ttl_s
         return True
 
+    def depose(self) -> None:
+        """Somebody has obeyed a newer leader: stop at once, whatever the lease store says."""
+        self.epoch, self._until_s = 0, 0.0
+
     def lose(self) -> None:
         """The store does not answer: nothing more is done once the lease has run out."""
         if not self.leading:

@@ -34,12 +34,13 @@ from readyplane_planner.journal import (
 )
 from readyplane_planner.leadership import Leadership
 from readyplane_planner.metrics import PlannerMetrics
-from readyplane_planner.outcomes import Follower
+from readyplane_planner.outcomes import Follower, Judge
 from readyplane_planner.policy import Policy, make_plan, merged, pool_profiles, read_policy
 from readyplane_planner.signals import Observation, RouterSample, observe, stands_still
 from readyplane_planner.sources import Look, Sources, allocations
 from readyplane_planner.starts import StartBook, samples_from
 from readyplane_planner.state import History, Seen, state_document, state_pools
+from readyplane_planner.takeover import Unfinished, adopted, heritage
 from readyplane_planner.worktime import WorkerSeconds
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ class PlannerService:
         )
         self._book = StartBook()
         self._follower = Follower(self._book)
+        self._judge = Judge()
         self._seconds = WorkerSeconds()
         self._memory = Memory()
         self._previous: RouterSample | None = None
@@ -140,6 +142,7 @@ class PlannerService:
         self._kept_s: float | None = None
         self._pruned_s: float | None = None
         self._kick = asyncio.Event()
+        self._heritage: tuple[Unfinished, ...] = ()
         self._degraded = ""
         self._begun = False
 
@@ -165,6 +168,7 @@ class PlannerService:
             self._policy.model, limit=DECISIONS_SHOWN, changes_only=True
         )
         self._recent.extend(_row(record) for record in shown)
+        await self._judge.begin(self._journal, self._policy.model)
         self._begun = True
 
     async def adopt(self, policy: Policy) -> None:
@@ -194,8 +198,9 @@ class PlannerService:
     async def tick(self) -> Decision:
         """One round: look, decide, journal, act, show."""
         started_s = self._clock.monotonic_s()
-        look = await self._look()
         leading = await self._lead()
+        look = await self._look()
+        leading = leading and not look.deposed
         await self._resolve()
         done = self._hand.collect()
         if self._metrics is not None:
@@ -234,10 +239,9 @@ class PlannerService:
             now_s=now_s,
             wall_s=wall_s,
         )
-        outcomes = self._follower.collect()
-        if outcomes and leading:
-            await self._journal.attach(outcomes)
         if leading:
+            # A planner that stands by keeps what it saw: whoever led may have missed it.
+            await self._tell(wall_s=wall_s)
             await self._tidy(now_s, wall_s)
         self._seconds.take(look.instances)
         seen = self._seen(plan, observation, decision, wall_s)
@@ -256,7 +260,11 @@ class PlannerService:
             log.warning("leadership runs out by itself: %s", error)
 
     async def _look(self) -> Look:
-        look = await self._sources.look()
+        look = await self._sources.look(leader_epoch=self._leadership.epoch)
+        if look.deposed:
+            # Paused beyond its lease, or the lease store lost it: somebody obeys a newer number.
+            self._leadership.depose()
+            log.warning("a newer planner leads %s; standing by", self._policy.model)
         router, still = look.router, ""
         if router is not None and self._current is not None:
             still = stands_still(self._current, router)
@@ -276,12 +284,48 @@ class PlannerService:
         return {o.worker_id for o in self._memory.orders}.union(w.worker_id for w in known)
 
     async def _lead(self) -> bool:
+        before = self._leadership.epoch
         try:
-            return await self._leadership.renew(self._journal.next_epoch)
+            leading = await self._leadership.renew(self._journal.next_epoch)
+            if leading and self._leadership.epoch != before:
+                await self._take_over()
+            return leading
         except ReadyplaneError as error:
             self._degraded = self._degraded or f"leadership: {error}"
             self._leadership.lose()
             return self._leadership.leading
+
+    async def _take_over(self) -> None:
+        """Go on where an earlier leader ended: its memory, and what it asked for and nobody did."""
+        epoch, now_s = self._leadership.epoch, self._clock.monotonic_s()
+        left = await heritage(
+            self._journal,
+            self._policy.model,
+            leader_epoch=epoch,
+            now_s=now_s,
+            wall_s=self._clock.wall_s(),
+        )
+        if left.memory is not None:
+            self._memory = adopted(self._memory, left.memory)
+        self._heritage = left.again
+        if left.lost:
+            await self._journal.attach(left.lost)
+
+    def _carry_on(self) -> None:
+        """Do again what an earlier leader may have left undone, once older calls are fenced off."""
+        epoch = self._leadership.epoch
+        for left in self._heritage:
+            log.info(
+                "%d orders, %d drains and %d releases are done again",
+                *(len(left.orders), len(left.drains), len(left.releases)),
+                extra={"scale_decision_id": left.decision_id},
+            )
+            self._hand.carry_out(
+                left.decision_id, left.orders, left.drains, left.releases, leader_epoch=epoch
+            )
+        self._heritage = ()
+        open_orders = {o.worker_id for o in self._memory.orders}
+        self._hand.repeat(open_orders, leader_epoch=epoch)
 
     async def _resolve(self) -> None:
         """Which artifact new workers serve. Kept when the registry is away: content cannot change."""
@@ -334,6 +378,7 @@ class PlannerService:
                 at_s=wall_s,
                 leader_epoch=self._leadership.epoch,
                 inputs_digest=digest,
+                totals=self._totals(),
             )
             record = Record(
                 decision_id=decision.decision_id,
@@ -352,11 +397,13 @@ class PlannerService:
                 log.error("decision %s is not journalled: %s", decision.decision_id, error)
                 self._degraded = self._degraded or f"journal: {error}"
             self._kept_s = inputs.now_s
+            self._judge.expect(record)
             if decision.changed:
                 self._recent.appendleft(_row(record))
                 log.info(record.summary, extra={"scale_decision_id": decision.decision_id})
         if not self._leadership.leading:
             return
+        self._carry_on()
         self._hand.take(decision, leader_epoch=self._leadership.epoch)
         self._drain_again(decision)
 
@@ -373,7 +420,26 @@ class PlannerService:
                 deadline_s = self._policy.drain_deadline_s
                 pool = "prefill" if worker.role is Role.PREFILL else "decode"
                 again = Drain(worker.worker_id, pool, 0, deadline_s, "told again")
-                self._hand.drain_again(again, decision.decision_id)
+                epoch = self._leadership.epoch
+                self._hand.carry_out(decision.decision_id, drains=(again,), leader_epoch=epoch)
+
+    async def _tell(self, *, wall_s: float) -> None:
+        """What became of orders and drains, and of one decision whether it was worth it."""
+        outcomes = self._follower.collect()
+        judged = await self._judge.look(self._journal, wall_s=wall_s)
+        if judged is not None:
+            outcomes.append(judged)
+        if outcomes:
+            await self._journal.attach(outcomes)
+
+    def _totals(self) -> dict[str, Any] | None:
+        """The router's counters as they stand, for the effect that is judged later."""
+        sample = self._current
+        if sample is None or not sample.model_known:
+            return None
+        names = ("arrivals", "finished", "refused", "aborted", "attained")
+        totals = {name: sample.counters.get(f"{name}_total") for name in names}
+        return {"router": sample.incarnation, **totals}
 
     async def _tidy(self, now_s: float, wall_s: float) -> None:
         if self._pruned_s is not None and now_s - self._pruned_s < self._upkeep.prune_every_s:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from readyplane.core.errors import ReadyplaneError
+from readyplane.core.errors import ReadyplaneError, StaleEpoch
 from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Instance, LatencyWindow, ModelSignals, Router, RouterSignals
 from readyplane_planner.signals import Allocation, Latency, RouterSample
@@ -46,12 +46,16 @@ LATENCIES = ("ttft_actual", "ttft_predicted", "tpot_actual", "tpot_predicted")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look gave; None with its reason where a source did not answer."""
+    """What one look gave; None with its reason where a source did not answer.
+
+    `deposed`: a newer leader has been seen by one of them.
+    """
 
     router: RouterSample | None
     instances: tuple[Instance, ...] | None
     router_error: str = ""
     actuator_error: str = ""
+    deposed: bool = False
 
 
 class Sources:
@@ -72,31 +76,48 @@ class Sources:
         self._clock = clock
         self._timeout_s = timeout_s
 
-    async def look(self) -> Look:
-        """Both at once; one that hangs costs the bound and nothing else (B06)."""
-        signals, instances = await asyncio.gather(self._signals(), self._instances())
-        return Look(signals[0], instances[0], signals[1], instances[1])
+    async def look(self, *, leader_epoch: int = 0) -> Look:
+        """Both at once; one that hangs costs the bound and nothing else (B06).
 
-    async def _signals(self) -> tuple[RouterSample | None, str]:
+        Who looks as the leader fences older ones off, and learns here of a newer one.
+        """
+        signals, instances = await asyncio.gather(
+            self._signals(leader_epoch), self._instances(leader_epoch)
+        )
+        return Look(
+            signals[0],
+            instances[0],
+            _said("router", signals[1]),
+            _said("actuator", instances[1]),
+            deposed=any(isinstance(found[1], StaleEpoch) for found in (signals, instances)),
+        )
+
+    async def _signals(self, leader_epoch: int) -> tuple[RouterSample | None, Exception | None]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = await self._router.signals(self._model)
+                found = await self._router.signals(self._model, leader_epoch=leader_epoch)
         except (ReadyplaneError, OSError, TimeoutError) as error:
-            return None, _said("router", error)
-        return router_sample(found, self._model, taken_s=self._clock.monotonic_s()), ""
+            return None, error
+        return router_sample(found, self._model, taken_s=self._clock.monotonic_s()), None
 
-    async def _instances(self) -> tuple[tuple[Instance, ...] | None, str]:
+    async def _instances(
+        self, leader_epoch: int
+    ) -> tuple[tuple[Instance, ...] | None, Exception | None]:
         if self._actuator is None:
-            return (), ""
+            return (), None
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = await self._actuator.list_instances()
+                found = await self._actuator.list_instances(
+                    model=self._model, leader_epoch=leader_epoch
+                )
         except (ReadyplaneError, OSError, TimeoutError) as error:
-            return None, _said("actuator", error)
-        return tuple(i for i in found if i.order.model == self._model), ""
+            return None, error
+        return tuple(i for i in found if i.order.model == self._model), None
 
 
-def _said(who: str, error: Exception) -> str:
+def _said(who: str, error: Exception | None) -> str:
+    if error is None:
+        return ""
     text = f"the {who} does not answer: {str(error) or type(error).__name__}"
     log.warning(text)
     return text

@@ -71,6 +71,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             reason=request.reason,
             deadline_s=wire.seconds_of(request.deadline_duration) if given else 0.0,
             scale_decision_id=request.scale_decision_id,
+            leader_epoch=request.leader_epoch,
         )
         now_s = self._clock.monotonic_s()
         return pb.DrainResponse(worker=wire.worker_to_proto(worker, now_s=now_s))
@@ -107,5 +108,5 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def GetSignals(
         self, request: pb.GetSignalsRequest, context: Context
     ) -> pb.GetSignalsResponse:
-        signals = await self._service.signals(request.model)
+        signals = await self._service.signals(request.model, leader_epoch=request.leader_epoch)
         return wire.router_signals_to_proto(signals, now_s=self._clock.monotonic_s())

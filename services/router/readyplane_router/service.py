@@ -20,6 +20,7 @@ from readyplane.core.errors import (
     ReadyplaneError,
     Unavailable,
 )
+from readyplane.core.fencing import Fences
 from readyplane.core.profile import ClassProfile
 from readyplane.core.work import RequestEvent, RequestShape, reservation_id_of
 from readyplane.core.worker import CheckResult, Fleet, Lease, Role, Serving, Worker, WorkerOffer
@@ -94,6 +95,7 @@ class RouterService:
         self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         self._unknown_models: dict[str, float] = {}
         self._other_refused = 0
+        self._fences = Fences()
         self.desks: dict[str, Desk] = {}
         self.roster = Roster()
         self.link = Link(clock, self.policy, self.roster.bump)
@@ -183,7 +185,11 @@ class RouterService:
         reason: str = "",
         deadline_s: float = 300.0,
         scale_decision_id: str = "",
+        leader_epoch: int = 0,
     ) -> Worker:
+        member = self.roster.members.get(worker_id)
+        if member is not None:
+            self._fences.take(member.offer.model, leader_epoch)
         return await self.members.drain(
             worker_id,
             epoch=epoch,
@@ -270,7 +276,8 @@ class RouterService:
             unknown += await self._ledger.strangers(strangers)
         return unknown
 
-    async def signals(self, model: str = "") -> RouterSignals:
+    async def signals(self, model: str = "", *, leader_epoch: int = 0) -> RouterSignals:
+        self._fences.take(model, leader_epoch)
         now_s = self._clock.monotonic_s()
         return RouterSignals(
             incarnation=self.incarnation,

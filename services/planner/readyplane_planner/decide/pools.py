@@ -133,6 +133,8 @@ def census(
         else:
             pool.failed.append(worker_id)
     refused = {r.worker_id for r in observation.refused if r.pool == name} & view.orders.keys()
+    # What is held was taken, whatever became of the answer to its order.
+    refused -= held.keys() | seen
     pool.coming = [c for c in pool.coming if c.worker_id not in refused]
     pool.failed.extend(sorted(refused - set(pool.failed)))
     pool.became_ready = sum(1 for w in pool.ready if w.worker_id in view.orders)
@@ -164,7 +166,10 @@ def _place(pool: Pool, worker: WorkerView, allocation: Allocation | None, view: 
     if worker.state is WorkerState.DRAINING or worker.worker_id in view.draining:
         pool.draining.append(worker)
         since_s = view.draining.get(worker.worker_id, view.now_s)
-        if allocation is not None and view.now_s - since_s > view.drain_bound_s:
+        # A start that was cancelled has nothing to serve out: its release was lost.
+        unserved = worker.state is WorkerState.PROVISIONED
+        bound_s = view.orphan_s if unserved else view.drain_bound_s
+        if allocation is not None and view.now_s - since_s > bound_s:
             text = f"still draining after {view.now_s - since_s:.1f} s"
             pool.releases.append(Release(worker.worker_id, pool.name, text))
         return

@@ -1,0 +1,188 @@
+"""What a new leader takes over from the one before: its memory, and orders that nobody carried out.
+
+Owns reading them off the journal, which is written before anything is done: a leader that was killed
+in the middle of an order left it there. Whatever has no outcome is done again under the new number,
+by the same worker id, so that it is neither lost nor given twice: the fence keeps the old leader's
+own late call out, and actuator and router take an id once.
+
+Times of the memory are of the old leader's clock. They are moved by the age of the decision on the
+wall clock; where that has been set back, the decision counts as new.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+
+from readyplane.core.errors import ReadyplaneError
+from readyplane_planner import guard
+from readyplane_planner.decide import Decision, Drain, Memory, OpenOrder, Release, StartOrder
+from readyplane_planner.journal import Journal, Outcome, Record, replayed
+
+log = logging.getLogger(__name__)
+
+RECORDS_MAX = 16
+AGE_S_MAX = 600.0
+"""A memory older than that tells of another time; the new leader goes by what it sees."""
+AGAIN_S_MAX = 60.0
+"""An order that old is not given again: whether it is still needed is decided anew."""
+ENDS = {
+    "order": frozenset({"ordered", "refused", "provisioned", "ready", "failed", "lost"}),
+    "drain": frozenset({"draining", "drain_failed", "drained", "advised", "lost"}),
+    "release": frozenset({"released", "release_failed", "lost"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What one decision of an earlier leader asked for and nobody is known to have done."""
+
+    decision_id: str
+    orders: tuple[StartOrder, ...] = ()
+    drains: tuple[Drain, ...] = ()
+    releases: tuple[Release, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heritage:
+    """What the journal hands to a new leader.
+
+    Attributes:
+        memory: after the last decision, on the new leader's clock; None when there is none.
+        again: to be done under the new number. lost: too old for that, to be told.
+    """
+
+    memory: Memory | None = None
+    again: tuple[Unfinished, ...] = ()
+    lost: tuple[Outcome, ...] = ()
+
+
+async def heritage(
+    journal: Journal, model: str, *, leader_epoch: int, now_s: float, wall_s: float
+) -> Heritage:
+    """What earlier leaders of the model left.
+
+    A record that cannot be read (of another version) is left out: what it asked for is seen in the
+    fleet, or decided anew.
+    """
+    try:
+        records = await journal.newest(model, limit=RECORDS_MAX)
+        # A leader that slept may have written after its successor: the number tells who is newer.
+        records.sort(key=lambda r: (_epoch_of(r), r.sequence), reverse=True)
+        found = [
+            await journal.get(record.decision_id)
+            for place, record in enumerate(records)
+            if _epoch_of(record) < leader_epoch and (place == 0 or record.changed)
+        ]
+    except ReadyplaneError as error:
+        log.warning("nothing is taken over from the journal: %s", error)
+        return Heritage()
+    memory: Memory | None = None
+    again: list[Unfinished] = []
+    lost: list[Outcome] = []
+    for place, (record, outcomes) in enumerate(found):
+        age_s = max(0.0, wall_s - record.create_s)
+        if age_s > AGE_S_MAX:
+            break
+        try:
+            decision, after, decided_s = replayed(record)
+        except (ReadyplaneError, ValueError, TypeError, ArithmeticError, LookupError) as error:
+            log.warning("decision %s is not taken over: %s", record.decision_id, error)
+            continue
+        if place == 0:
+            memory = moved(after, now_s - age_s - decided_s)
+        if memory is None:
+            break
+        left = unfinished(decision, outcomes, memory)
+        if age_s <= AGAIN_S_MAX:
+            again.append(left)
+        else:
+            lost.extend(_told(left, wall_s))
+    again = [u for u in reversed(again) if u.orders or u.drains or u.releases]
+    if memory is not None:
+        memory = _given_now(memory, {o.worker_id for u in again for o in u.orders}, now_s)
+    return Heritage(memory, tuple(again), tuple(lost))
+
+
+def unfinished(decision: Decision, outcomes: Sequence[Outcome], memory: Memory) -> Unfinished:
+    """What of a decision has no outcome and is still wanted by the memory after the last one."""
+    opened = {o.worker_id for o in memory.orders}
+    leaving = {name for name, _since in memory.draining}
+
+    def told(subject: str, what: str) -> bool:
+        return any(o.subject == subject and o.kind in ENDS[what] for o in outcomes)
+
+    return Unfinished(
+        decision.decision_id,
+        tuple(
+            o for o in decision.orders if o.worker_id in opened and not told(o.worker_id, "order")
+        ),
+        tuple(
+            d for d in decision.drains if d.worker_id in leaving and not told(d.worker_id, "drain")
+        ),
+        tuple(
+            r
+            for r in decision.releases
+            if r.worker_id in leaving and not told(r.worker_id, "release")
+        ),
+    )
+
+
+def adopted(mine: Memory, theirs: Memory) -> Memory:
+    """The memory of the leader before, with what this planner has measured itself.
+
+    A planner that stands by looks at the same signals: its series and corrections are as good. What
+    was done, and when, only the leader knows. One that has just begun has measured nothing.
+    """
+    if mine.work_p.begun_s is None:
+        return theirs
+    return replace(
+        theirs,
+        work_p=mine.work_p,
+        work_d=mine.work_d,
+        averages=mine.averages,
+        correct_p=mine.correct_p,
+        correct_d=mine.correct_d,
+        suspects=mine.suspects,
+        last_s=mine.last_s,
+        bad_samples=mine.bad_samples,
+    )
+
+
+def moved(memory: Memory, by_s: float) -> Memory:
+    """The same memory on a clock that is ahead by that; series cannot be moved and begin anew."""
+    blank = Memory()
+    return replace(
+        memory,
+        work_p=blank.work_p,
+        work_d=blank.work_d,
+        averages=blank.averages,
+        guard_p=guard.moved(memory.guard_p, by_s),
+        guard_d=guard.moved(memory.guard_d, by_s),
+        orders=tuple(
+            OpenOrder(o.worker_id, o.pool, o.ordered_s + by_s, o.decision_id) for o in memory.orders
+        ),
+        draining=tuple((name, since_s + by_s) for name, since_s in memory.draining),
+        suspects=(),
+        last_s=None,
+    )
+
+
+def _given_now(memory: Memory, worker_ids: Container[str], now_s: float) -> Memory:
+    """Orders that are given again are waited for from now on."""
+    orders = tuple(
+        replace(o, ordered_s=now_s) if o.worker_id in worker_ids else o for o in memory.orders
+    )
+    return replace(memory, orders=orders)
+
+
+def _epoch_of(record: Record) -> int:
+    return int(record.document.get("leader_epoch", 0))
+
+
+def _told(left: Unfinished, wall_s: float) -> list[Outcome]:
+    note = {"note": "its leader ended before it was done; decided anew"}
+    asked: tuple[StartOrder | Drain | Release, ...] = (*left.orders, *left.drains, *left.releases)
+    subjects = [x.worker_id for x in asked]
+    return [Outcome(left.decision_id, subject, "lost", wall_s, note) for subject in subjects]
