@@ -42,6 +42,10 @@ NEWEST = text(
     " WHERE model = :model AND (NOT :changes_only OR changed)"
     " AND (:before = 0 OR sequence < :before) ORDER BY sequence DESC LIMIT :limit"
 )
+SINCE = text(
+    f"SELECT {COLUMNS} FROM decisions"
+    " WHERE model = :model AND sequence > :sequence ORDER BY sequence LIMIT :limit"
+)
 GET = text(f"SELECT {COLUMNS}, inputs FROM decisions WHERE decision_id = :decision_id")
 # An outcome belongs to its decision's model; one whose decision was pruned or never kept is dropped.
 ATTACH = text(
@@ -133,6 +137,11 @@ class PostgresJournal:
             changes_only=changes_only,
             before=before,
         )
+        return [_record(row) for row in rows]
+
+    async def since(self, model: str, sequence: int, *, limit: int) -> list[Record]:
+        """See Journal."""
+        rows = await self._rows(SINCE, model=model, sequence=sequence, limit=min(limit, LIST_MAX))
         return [_record(row) for row in rows]
 
     async def get(self, decision_id: str) -> tuple[Record, list[Outcome]]:
