@@ -17,13 +17,13 @@ GPU_FILL = 0.9
 KV_TOKENS_MIN = 16_384
 BYTES_PER_S = 0.4e12
 """Of one GPU, in decode: half of what an L40S reads, a tenth of an H200."""
-FLOP_PER_S = 50e12
-"""Of one GPU, in prefill: what an L4 reaches."""
+FLOP_PER_S = 60e12
+"""Of one GPU, in prefill: what an L4 reaches in half precision."""
 WEIGHT_BYTES = 2.0
 PER_SEQUENCE_S = 100e-6
 PREFILL_TOKENS = (128.0, 1024.0, 8192.0)
 PREFILL_BASE_S = 0.02
-ATTENTION_TOKENS = 32_768.0
+ATTENTION_TOKENS = 65_536.0
 """A prompt of that length costs twice what its tokens alone would."""
 
 
