@@ -6,10 +6,18 @@ Joins by (worker id, incarnation) and by nothing else. Ages are differences on t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from readyplane.core.identity import FieldDifference, compatible
-from readyplane.core.worker import Role, Worker, WorkerState
+from readyplane.core.worker import LoadReport, Role, Worker, WorkerState
+from readyplane_planner.signals.outside import EngineLoad, EngineSample
 from readyplane_planner.signals.values import RouterSample, WorkerView
+
+NEEDED = {
+    Role.PREFILL: ("waiting_prefill_tokens", "prefill_tokens_total"),
+    Role.DECODE: ("running", "iterations_total", "kv_usage"),
+}
+"""What each stage is judged by beside the router's own promises."""
 
 
 def workers(
@@ -19,6 +27,8 @@ def workers(
     if current is None:
         return (), 0
     before = {w.key: w for w in previous.workers} if previous is not None else {}
+    told = {e.key: e for e in current.engines}
+    told_before = {e.key: e for e in previous.engines} if previous is not None else {}
     living = [w for w in current.workers if w.state is not WorkerState.GONE]
     router_now_s = max((w.renewed_s for w in living), default=0.0)
     for worker in living:
@@ -28,10 +38,16 @@ def workers(
     unpairable = stranded(living)
     # What is left of `before` when everyone alive is taken out has ended.
     views = tuple(
-        _view(w, before.pop(w.key, None), router_now_s, unpairable.get(w.offer.worker_id, ""))
+        _view(
+            w,
+            before.pop(w.key, None),
+            router_now_s,
+            unpairable.get(w.offer.worker_id, ""),
+            (told.pop(w.key, None), told_before.get(w.key)),
+        )
         for w in living
     )
-    return views, len(before)
+    return views, len(before) + len(told)
 
 
 def stranded(workers: Sequence[Worker]) -> dict[str, str]:
@@ -71,14 +87,21 @@ def _differing(differing: Sequence[FieldDifference], other: Role) -> str:
 
 
 def _view(
-    worker: Worker, before: Worker | None, router_now_s: float, unpairable: str
+    worker: Worker,
+    before: Worker | None,
+    router_now_s: float,
+    unpairable: str,
+    engine: tuple[EngineSample | None, EngineSample | None],
 ) -> WorkerView:
-    load = worker.load
+    told = engine[0].load if engine[0] is not None else EngineLoad()
+    load = _with_engine(worker.load, told)
     total, used = load.kv_total_blocks, load.kv_used_blocks
-    usage = used / total if used is not None and total else None
+    usage = used / total if used is not None and total else told.kv_usage
     block = worker.serving.block_size if worker.serving is not None else 16
-    kv_tokens = float(used * block) if used is not None else None
-    prefill_rate, dry_rate, iteration_s, decode_rate = _measured(worker, before)
+    kv_tokens = float(used * block) if used is not None else told.kv_tokens
+    prefill_rate, dry_rate, iteration_s, decode_rate = _either(
+        _measured(worker, before), _measured_beside(*engine)
+    )
     offer, ready_s, draining_s = worker.offer, worker.ready_s, worker.draining_s
     return WorkerView(
         worker_id=offer.worker_id,
@@ -107,12 +130,41 @@ def _view(
         iteration_s=iteration_s,
         decode_rate=decode_rate,
         kv_tokens=kv_tokens,
+        kv_capacity=float(total * block) if total else told.kv_capacity_tokens,
         failure=worker.progress.failure if worker.progress is not None else "",
         unpairable=unpairable,
         convertible=offer.convertible,
+        missing=_missing(worker, load, told, usage),
     )
 
 
+def _with_engine(load: LoadReport, told: EngineLoad) -> LoadReport:
+    """A worker's own report, and what only its engine tells. An agent may not know the engine."""
+    if told is _NOTHING or told == _NOTHING:
+        return load
+    known = {
+        name: getattr(told, name)
+        for name in ("running", "waiting", "waiting_prefill_tokens")
+        if getattr(load, name) is None
+    }
+    return replace(load, **known)
+
+
+def _missing(
+    worker: Worker, load: LoadReport, told: EngineLoad, usage: float | None
+) -> tuple[str, ...]:
+    if worker.state is not WorkerState.READY:
+        return ()
+    absent = []
+    for role, names in NEEDED.items():
+        for name in names if worker.offer.role.serves(role) else ():
+            value = usage if name == "kv_usage" else getattr(load, name)
+            if value is None and getattr(told, name, None) is None:
+                absent.append(name)
+    return tuple(absent)
+
+
+_NOTHING = EngineLoad()
 Pace = tuple[float | None, float | None, float | None, float | None]
 """prefill_rate, dry_rate, iteration_s and decode_rate of a WorkerView."""
 
@@ -141,6 +193,34 @@ def _measured(worker: Worker, before: Worker | None) -> Pace:
     if now.decode_tokens_total is not None and old.decode_tokens_total is not None:
         decoded = max(0.0, (now.decode_tokens_total - old.decode_tokens_total) / dt_s)
     return rate, dry, iteration, decoded
+
+
+def _measured_beside(now: EngineSample | None, old: EngineSample | None) -> Pace:
+    """The same from two readings of one engine; another life of it shares no counters."""
+    if now is None or old is None or now.life != old.life or now.read_s <= old.read_s:
+        return None, None, None, None
+    dt_s, load, before = now.read_s - old.read_s, now.load, old.load
+    rate = dry = iteration = None
+    computed = _grown(load.prefill_tokens_total, before.prefill_tokens_total)
+    if computed and before.waiting_prefill_tokens is not None:
+        rate, dry = computed / dt_s, before.waiting_prefill_tokens / dt_s
+    steps = _grown(load.iterations_total, before.iterations_total)
+    if steps and load.running and before.running:
+        iteration = dt_s / steps
+    made = _grown(load.decode_tokens_total, before.decode_tokens_total)
+    return rate, dry, iteration, None if made is None else made / dt_s
+
+
+def _grown(now: float | None, old: float | None) -> float | None:
+    """None where either is not known, or where it went back, which says nothing (B15)."""
+    return None if now is None or old is None or now < old else now - old
+
+
+def _either(first: Pace, second: Pace) -> Pace:
+    prefill, dry, iteration, decoded = (
+        a if a is not None else b for a, b in zip(first, second, strict=True)
+    )
+    return prefill, dry, iteration, decoded
 
 
 def generated(views: Sequence[WorkerView]) -> float | None:

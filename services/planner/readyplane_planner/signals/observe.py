@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import Role
-from readyplane_planner.signals import fleet, samples
+from readyplane_planner.signals import fleet, laid, samples
+from readyplane_planner.signals.outside import EngineSample, Outside
 from readyplane_planner.signals.values import (
     Allocation,
     Kind,
@@ -33,6 +34,7 @@ def observe(
     t_ready: Mapping[str, StartQuantiles],
     priors: Priors,
     now_s: float,
+    outside: Outside | None = None,
 ) -> Observation:
     """Turn two consecutive samples of the router and the actuator's list into an Observation.
 
@@ -40,7 +42,9 @@ def observe(
         previous, current: the last two answers; None when there never was one.
         allocations: None when the actuator could not be asked.
         refused: orders since the last observation that were not taken.
+        outside: what sources beyond the router gave in this look.
     """
+    outside = outside or Outside()
     bad: list[str] = []
     age_s = 0.0 if current is None else max(0.0, now_s - current.taken_s)
     kind, why = _freshness(previous, current, age_s, priors)
@@ -69,25 +73,39 @@ def observe(
     if queued is not None and promised is not None:
         # The router's promises and the engines' own queues tell of the same prompts: the larger.
         queue = queued + max(promised, float(sum(tokens or 0 for tokens in engine)))
-    in_flight = None
+    in_flight, decoding, kv = None, gauges["decoding_requests"], gauges["decoding_kv_tokens"]
     counts = [gauges[n] for n in ("queued_requests", "prefilling_requests", "decoding_requests")]
     if None not in counts:
         in_flight = sum(c for c in counts if c is not None)
+    if current is not None and current.by_targets:
+        by_engines = laid.of_engines(workers)
+        queue, in_flight = by_engines["queue"], by_engines["in_flight"]
+        decoding, kv = by_engines["decoding"], by_engines["kv"]
+    told = {
+        "arrivals": rate("arrivals_total", "requests/s"),
+        "prompt_work": rate("arrival_tokens_total", "tokens/s"),
+        "prefill_work": rate("arrival_uncached_tokens_total", "tokens/s"),
+        "finished": rate("finished_total", "requests/s"),
+        "generated": gauge(fleet.generated(workers), "tokens/s"),
+        "queue": gauge(queue, "tokens"),
+        "in_flight": gauge(in_flight, "requests"),
+        "decoding": gauge(decoding, "sequences"),
+        "remaining": gauge(gauges["decoding_remaining_tokens"], "tokens"),
+        "kv": gauge(kv, "tokens"),
+    }
+    read = laid.signals(outside.readings, now_s=now_s, stale_after_s=priors.stale_after_s, bad=bad)
+    bad.extend(f"{e.worker_id}: {name}" for e in _engines(current) for name in e.bad)
+    latency = {} if current is None else samples.latencies(current, bad)
+    signals = laid.over(told, read, lengths)
+    rated = kind is Kind.FRESH or all(
+        name in read and read[name].known for name in ("arrivals", "prefill_work")
+    )
     return Observation(
         model=model,
         taken_s=now_s,
-        arrivals=rate("arrivals_total", "requests/s"),
-        prompt_work=rate("arrival_tokens_total", "tokens/s"),
-        prefill_work=rate("arrival_uncached_tokens_total", "tokens/s"),
-        finished=rate("finished_total", "requests/s"),
-        generated=gauge(fleet.generated(workers), "tokens/s"),
-        queue=gauge(queue, "tokens"),
-        in_flight=gauge(in_flight, "requests"),
-        decoding=gauge(gauges["decoding_requests"], "sequences"),
-        remaining=gauge(gauges["decoding_remaining_tokens"], "tokens"),
-        kv=gauge(gauges["decoding_kv_tokens"], "tokens"),
+        **signals,
         lengths=lengths,
-        latency={} if current is None else samples.latencies(current, bad),
+        latency={**latency, **laid.latencies(read, outside.readings)},
         workers=workers,
         allocations=tuple(allocations or ()),
         fleet_known=current is not None and age_s <= priors.stale_after_s,
@@ -97,8 +115,18 @@ def observe(
         bad=tuple(bad),
         dead_series=dead,
         degraded="" if current is None else current.degraded,
-        dt_s=dt_s if kind is Kind.FRESH else 0.0,
+        dt_s=dt_s if rated else 0.0,
+        extra={name: signal for name, signal in read.items() if name not in laid.OWN},
+        silent=tuple(f"{s.source}: {s.why}" for s in outside.silent),
     )
+
+
+def _engines(current: RouterSample | None) -> Sequence[EngineSample]:
+    """Readings of engines that live; the dead have no say, not even with broken numbers."""
+    if current is None:
+        return ()
+    living = {w.key for w in current.workers}
+    return [e for e in current.engines if e.key in living]
 
 
 def stands_still(before: RouterSample, now: RouterSample) -> str:

@@ -53,8 +53,8 @@ def difference(
 ) -> float | None:
     """Growth of a counter between two samples; None where either is not known.
 
-    A dip within one incarnation is noise and counts as no growth (B15); a new incarnation began at
-    zero, so its whole value is growth.
+    A new incarnation began at zero, so its whole value is growth. A dip within one incarnation is
+    no restart (B15) and no standstill either: what grew meanwhile is not known.
     """
     value = check(name, now.counters.get(name), bad)
     if value is None or before is None:
@@ -62,7 +62,10 @@ def difference(
     if before.incarnation != now.incarnation:
         return value
     base = check(name, before.counters.get(name), [])
-    return None if base is None else max(0.0, value - base)
+    if base is not None and value < base:
+        bad.append(f"{name}={value:.0f} after {base:.0f} in one life")
+        return None
+    return None if base is None else value - base
 
 
 def rates(

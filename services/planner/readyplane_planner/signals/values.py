@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import Role, Worker, WorkerState
+from readyplane_planner.signals.outside import EngineSample
 
 # What must be known before a pool may shrink (B05: partial data never shrinks).
 SHRINK_NEEDS = ("arrivals", "prefill_work", "finished", "queue", "in_flight", "decoding")
@@ -71,6 +72,9 @@ class RouterSample:
         counters, gauges: by name. latency: ttft_actual, ttft_predicted, tpot_actual, ...
         length_counts: joint ISL x OSL counts. workers: of this model only (B10).
         degraded: why the router's view may be old.
+        engines: what engines told beside the router (by worker and incarnation).
+        by_targets: no router answered: the fleet is that of the engines that were read, and there
+            are no counters.
     """
 
     taken_s: float
@@ -83,6 +87,8 @@ class RouterSample:
     length_counts: Sequence[Sequence[float]] = ()
     workers: tuple[Worker, ...] = ()
     degraded: str = ""
+    engines: tuple[EngineSample, ...] = ()
+    by_targets: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +131,11 @@ class WorkerView:
         prefill_rate: tokens/s computed since its last report; dry_rate: at which its queue of then
             would just have lasted until now, so that well below it the worker was never idle.
         iteration_s: measured while it ran.
-        decode_rate: output tokens/s since its last report.
+        decode_rate: output tokens/s since its last report. kv_capacity: KV tokens that it holds.
         unpairable: why no ready worker of the other stage can exchange KV with it; empty when one
             can, or when there is none to judge by.
         convertible: a decode worker (its role here) that is lent to prefill in short chunks.
+        missing: what neither it nor its engine tells, of what its stage is judged by (B19).
     """
 
     worker_id: str
@@ -157,9 +164,11 @@ class WorkerView:
     iteration_s: float | None = None
     decode_rate: float | None = None
     kv_tokens: float | None = None
+    kv_capacity: float | None = None
     failure: str = ""
     unpairable: str = ""
     convertible: bool = False
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +197,8 @@ class Observation:
         fleet_known: whether the router's fleet is fresh; allocations_known: the actuator's list.
         refused: orders and drains that were not taken since the last observation.
         t_ready: start quantiles by pool. bad: refused samples. dead_series: ignored worker series.
+        extra: signals that queries were configured for, beside those above; one that is not known
+            holds a pool as any other does (B05). silent: sources that did not answer, and why.
         dt_s: seconds that the rates cover, 0 when there is no rate.
     """
 
@@ -215,16 +226,19 @@ class Observation:
     dead_series: int = 0
     degraded: str = ""
     dt_s: float = 0.0
+    extra: Mapping[str, Signal] = field(default_factory=dict)
+    silent: tuple[str, ...] = ()
 
     def signals(self) -> dict[str, Signal]:
         """By name, for the record, the metrics and a person."""
         work = ("arrivals", "prompt_work", "prefill_work", "finished", "generated")
         backlog = ("queue", "in_flight", "decoding", "remaining", "kv")
-        return {name: getattr(self, name) for name in (*work, *backlog)}
+        return {name: getattr(self, name) for name in (*work, *backlog)} | dict(self.extra)
 
     def unknown(self) -> tuple[str, ...]:
         """Names of the signals without which nothing may shrink."""
-        return tuple(name for name in SHRINK_NEEDS if not getattr(self, name).known)
+        needed = (name for name in SHRINK_NEEDS if not getattr(self, name).known)
+        return (*needed, *(name for name, signal in self.extra.items() if not signal.known))
 
     @property
     def idle(self) -> bool:
