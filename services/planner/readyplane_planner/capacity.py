@@ -17,6 +17,11 @@ from readyplane.core.profile import ClassProfile
 WAIT_MAX_S = 3600.0
 """A prediction beyond an hour says nothing more than 'far too late'."""
 CORRECTION_RANGE = (0.5, 2.0)
+CORRECTION_RANGE_UNMEASURED = (0.1, 10.0)
+"""Of a profile that nobody measured: its figures are assumptions, and slow ones."""
+EVIDENCE_MIN_S = 300.0
+"""An unmeasured profile is acted on once its correction rests on so much: by then it has moved nine
+tenths of its way."""
 CORRECTION_TAU_S = 120.0
 KV_FILL_MAX = 0.9
 """Share of the KV pool that is planned for: the rest absorbs long answers and fragmentation."""
@@ -135,11 +140,17 @@ class Correction:
 
     @property
     def factor(self) -> float:
-        """Multiplies the profiled rate; within CORRECTION_RANGE."""
+        """Multiplies the profiled rate; within the range that `correct` was given."""
         return math.exp(self.log_factor)
 
 
-def correct(before: Correction, ratios: Iterable[float], *, dt_s: float) -> Correction:
+def correct(
+    before: Correction,
+    ratios: Iterable[float],
+    *,
+    dt_s: float,
+    within: tuple[float, float] = CORRECTION_RANGE,
+) -> Correction:
     """Move the correction towards the median of measured/profiled rates of steady workers.
 
     The caller leaves out workers that are warming up (B26) and calls nothing while samples are
@@ -148,7 +159,7 @@ def correct(before: Correction, ratios: Iterable[float], *, dt_s: float) -> Corr
     sound = sorted(r for r in ratios if math.isfinite(r) and r > 0)
     if not sound or dt_s <= 0:
         return before
-    low, high = CORRECTION_RANGE
+    low, high = within
     middle = (
         sound[len(sound) // 2]
         if len(sound) % 2

@@ -304,7 +304,9 @@ def make_plan(
 
 def pool_profiles(policy: Policy) -> tuple[ClassProfile, ClassProfile]:
     """The profiles of both pools. Raises NotFound or InvalidField naming the field."""
-    return load_profile(policy.prefill.profile), load_profile(policy.decode.profile)
+    both = (policy.prefill, policy.decode)
+    p, d = (load_profile(pool.profile, worker_class=pool.worker_class) for pool in both)
+    return p, d
 
 
 def _pool(

@@ -114,6 +114,10 @@ def _facts(observation: Observation, plan: Plan, pools: Both, memory: Memory) ->
     if observation.idle:
         said.append(Reason("idle", "no arrivals and nothing in flight"))
     for pool in pools:
+        profile = plan.pool(pool.name).profile
+        if not profile.measured:
+            text = f"{profile.name} was never measured: `readyplane profile measure` does that"
+            said.append(Reason("profile_unmeasured", text, pool.name))
         said.extend(
             Reason("unpairable", f"{w.worker_id} is not counted: {w.unpairable}", pool.name)
             for w in pool.unpairable[:UNPAIRABLE_SAID_MAX]

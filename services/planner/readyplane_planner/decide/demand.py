@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from readyplane.core.profile import ClassProfile
 from readyplane_planner import capacity, forecast
 from readyplane_planner.capacity import Correction, DecodeModel, PrefillModel
 from readyplane_planner.decide.pools import Pool
@@ -28,6 +29,9 @@ SURELY_BUSY = 1.5
 than profiled: a rate between two moments with work may hold idle time, and then is no speed."""
 SURGE_SPANS_S = (3.0, 6.0)
 SURGE_SIGMAS = 3.5
+KV_SATURATED = 0.95
+"""Share of its KV pool in use from which on a D worker preempts and computes prompts again inside
+its iterations: what it takes then tells of its load and not of its speed."""
 REQUESTS_FEW = 5.0
 PRIOR_REQUESTS = 10.0
 
@@ -86,6 +90,7 @@ def needs(
     model_d = capacity.decode_model(
         plan.decode.profile, isl=isl, osl=osl, factor=memory.correct_d.factor
     )
+    model_d = _holding(model_d, plan.decode.profile, pools[1])
     work_p = surged(work_p, series_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S)
     # Answers begin after their prompts and last: D has the time to see the longer span.
     work_d = surged(work_d, series_d, tokens=osl, cv2=0.0, spans_s=SURGE_SPANS_S[1:])
@@ -111,6 +116,12 @@ def needs(
         bad_samples=memory.bad_samples + len(observation.bad),
     )
     return needs_now, memory
+
+
+def _holding(model: DecodeModel, profile: ClassProfile, pool: Pool) -> DecodeModel:
+    """With the KV that workers say they hold, where the profile only assumes it."""
+    told = [w.kv_capacity for w in pool.ready if w.kv_capacity]
+    return model if profile.measured or not told else replace(model, kv_tokens=min(told))
 
 
 def _averages(observation: Observation, plan: Plan, memory: Memory, serving: int) -> Averages:
@@ -223,7 +234,8 @@ def _corrected(
     """Learn how fast workers really are, from steady ones only.
 
     Frozen while the data is old or the pool is changing; a worker that has just become ready is
-    left out, since its first batches say nothing of what it can do (B26).
+    left out, since its first batches say nothing of what it can do (B26), and so is a D worker
+    whose KV pool is full.
     """
     dt_s = observation.dt_s
     correct_p, correct_d = memory.correct_p, memory.correct_d
@@ -242,6 +254,7 @@ def _corrected(
                 and (w.dry_rate or 0.0) > SURELY_BUSY * base > 0
             ),
             dt_s,
+            plan.prefill.profile,
         )
     if _steady(pool_d):
         profile = plan.decode.profile
@@ -254,8 +267,10 @@ def _corrected(
                 and w.iteration_s
                 and w.running
                 and w.kv_tokens is not None
+                and (w.kv_usage or 0.0) < KV_SATURATED
             ),
             dt_s,
+            profile,
         )
     return correct_p, correct_d
 
@@ -268,8 +283,14 @@ def _warm(ready_age_s: float | None, plan: Plan) -> bool:
     return ready_age_s is not None and ready_age_s >= plan.warm_worker_s
 
 
-def _learn(before: Correction, ratios: Iterable[float], dt_s: float) -> Correction:
-    return capacity.correct(before, ratios, dt_s=dt_s)
+def _learn(
+    before: Correction, ratios: Iterable[float], dt_s: float, profile: ClassProfile
+) -> Correction:
+    """A measured profile is nearly right; of one that nobody measured little is known."""
+    within = capacity.CORRECTION_RANGE
+    if not profile.measured:
+        within = capacity.CORRECTION_RANGE_UNMEASURED
+    return capacity.correct(before, ratios, dt_s=dt_s, within=within)
 
 
 def sequences_ahead(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain
 
 from readyplane_planner import guard
+from readyplane_planner.capacity import EVIDENCE_MIN_S
 from readyplane_planner.decide import acting, demand, outlook, reasons
 from readyplane_planner.decide.outlook import Both
 from readyplane_planner.decide.pools import Pool
@@ -98,7 +99,8 @@ def judge(
             before = guard.succeeded(before)
         before = guard.failed(before, _losses(pool, memory), limits=bounds, now_s=now_s)
         wanted = keep = urgent = None
-        if proposal is not None:
+        advised = advice(plan, memory, name)
+        if proposal is not None and not advised:
             wanted = proposal.p if name == "prefill" else proposal.d
             urgent = proposal.p_now if name == "prefill" else proposal.d_now
             keep = proposal.p_keep if name == "prefill" else proposal.d_keep
@@ -108,7 +110,7 @@ def judge(
             counts=count,
             memory=before,
             limits=bounds,
-            trust=trust,
+            trust=replace(trust, why=advised or trust.why),
             paused=plan.paused,
             urgent=urgent,
             now_s=now_s,
@@ -121,6 +123,22 @@ def judge(
             said.append(Reason(code, text, name))
             overrides[code] = overrides.get(code, 0) + 1
     return pair, replace(memory, guard_p=guards[0], guard_d=guards[1], overrides=overrides)
+
+
+def advice(plan: Plan, memory: Memory, name: str) -> str:
+    """Why what the optimiser wants of a pool is only told, and not done; empty where it is done.
+
+    Figures that nobody measured are acted on once enough was learned of the workers that the floor
+    keeps, or that a person started.
+    """
+    profile = plan.pool(name).profile
+    learned_s = (memory.correct_p if name == "prefill" else memory.correct_d).evidence_s
+    if profile.measured or learned_s >= EVIDENCE_MIN_S:
+        return ""
+    return (
+        f"advice only: {profile.name} was never measured, and its correction rests on "
+        f"{learned_s:.0f} of {EVIDENCE_MIN_S:.0f} s"
+    )
 
 
 def measured(observation: Observation, plan: Plan) -> tuple[Limits, Limits]:

@@ -49,6 +49,7 @@ FACTS = (
     "idle",
     "bad_value",
     "actual_unknown",
+    "profile_unmeasured",
 )
 PLENTY = 1000.0
 
