@@ -60,9 +60,9 @@ def test_what_a_worker_offers_is_used() -> None:
 
 
 def test_a_document_that_says_unmeasured_wrongly_is_refused() -> None:
-    with pytest.raises(InvalidField, match="profile.measured"):
+    with pytest.raises(InvalidField, match=r"profile\.measured"):
         ClassProfile.from_document({**PROFILE.document(), "measured": "no"})
-    with pytest.raises(InvalidField, match="profile.fit.prefill"):
+    with pytest.raises(InvalidField, match=r"profile\.fit\.prefill"):
         ClassProfile.from_document({**PROFILE.document(), "fit": {"prefill": {"error": 0.1}}})
     assert "measured" not in PROFILE.document(), "the identity of measured profiles stays"
 
