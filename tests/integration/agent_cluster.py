@@ -1,0 +1,126 @@
+"""Router and registry of the test's process, and agents with modelled engines as its children."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import psutil
+import pytest
+
+from readyplane import profiles
+from readyplane.core.worker import Worker, WorkerState
+from readyplane.kit.auth import TokenCheck
+from readyplane.kit.clock import SystemClock
+from readyplane.kit.rpc import OPTIONS, Guard
+from readyplane_lab.up.demo_model import DemoModel
+from readyplane_registry import rpc as registry_rpc
+from readyplane_registry.ingest import Facts, build_manifest
+from readyplane_router import rpc as router_rpc
+from readyplane_router.epochs import MemoryEpochs
+from readyplane_router.service import RouterService
+from readyplane_router.store import MemoryStore
+from tests.unit.agent_twins import Fault, TwinRegistry, serving, source
+
+MODEL = "demo"
+LIMIT_S = 40.0
+SEGMENTS = "parallel_init=0.1,compile=0.3,cuda_graph=0.2,kv_profile=0.1,warmup=0.1"
+
+
+class Cluster:
+    """Router and registry of this process, and agents as children."""
+
+    def __init__(self, folder: Path, router: RouterService, digest: str) -> None:
+        self.folder, self.router, self.digest = folder, router, digest
+        self.address = ""
+        self.agents: dict[str, asyncio.subprocess.Process] = {}
+
+    async def agent(self, name: str, role: str, *more: str) -> asyncio.subprocess.Process:
+        log = (self.folder / f"{name}.log").open("ab")
+        words = [
+            *("--worker-id", name, "--role", role, "--model", MODEL, "--manifest", self.digest),
+            *("--worker-class", "h200-llama8b-fp8", "--registry", self.address),
+            *("--router", self.address, "--work-dir", str(self.folder / "work" / name)),
+            *("--scale-decision-id", "d-7", "--cache-dir", str(self.folder / f"cache-{name}")),
+            f"--engine-arg=--modelled-segments={SEGMENTS}",
+            *more,
+        ]
+        ordered = {"READYPLANE_ORDERED_AT_MONOTONIC_S": repr(time.monotonic())}
+        started = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "readyplane_agent", *words),
+            env={**os.environ, **ordered},
+            stdout=log,
+            stderr=log,
+        )
+        log.close()
+        self.agents[name] = started
+        return started
+
+    async def worker(self, name: str) -> Worker | None:
+        return (await self.router.list_workers(MODEL)).workers.get(name)
+
+    async def until(self, true: Callable[[Worker], bool], name: str) -> Worker:
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                found = await self.worker(name)
+                if found is not None and true(found):
+                    return found
+                if self.agents[name].returncode is not None:
+                    pytest.fail((self.folder / f"{name}.log").read_text())
+                await asyncio.sleep(0.05)
+
+    async def ready(self, name: str) -> Worker:
+        return await self.until(lambda w: w.state is WorkerState.READY, name)
+
+    async def ended(self, name: str) -> int:
+        return await asyncio.wait_for(self.agents[name].wait(), LIMIT_S)
+
+    def engine(self, name: str) -> psutil.Process:
+        (child,) = psutil.Process(self.agents[name].pid).children()
+        return child
+
+
+@asynccontextmanager
+async def cluster(
+    tmp_path: Path, demo: DemoModel, fault: Fault | None = None
+) -> AsyncIterator[Cluster]:
+    facts = Facts(config=demo.config, canary=demo.canary)
+    manifest, *_ = build_manifest(demo.folder, model=MODEL, facts=facts)
+    files: Mapping[str, bytes] = {
+        e.path: (demo.folder / e.path).read_bytes() for e in manifest.files
+    }
+    clock = SystemClock()
+    registry: Any = TwinRegistry(manifest)
+    router = RouterService(
+        store=MemoryStore(clock),
+        epochs=MemoryEpochs(),
+        clock=clock,
+        registry=registry,
+        profiles={name: profiles.load(name) for name in profiles.names()},
+        incarnation="router-1",
+    )
+    await router.start()
+    server = grpc.aio.server(interceptors=[Guard(TokenCheck(""))], options=OPTIONS)
+    registry_rpc.register(server, registry)
+    router_rpc.register(server, router, clock)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    background = asyncio.create_task(router.run())
+    with serving(files, fault) as store:
+        registry.sources = [source(store.url)]
+        world = Cluster(tmp_path, router, manifest.digest)
+        world.address = f"127.0.0.1:{port}"
+        try:
+            yield world
+        finally:
+            for agent in world.agents.values():
+                if agent.returncode is None:
+                    agent.kill()
+                    await agent.wait()
+            background.cancel()
+            await server.stop(0)
