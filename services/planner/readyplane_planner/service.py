@@ -143,6 +143,8 @@ class PlannerService:
         self._pruned_s: float | None = None
         self._kick = asyncio.Event()
         self._heritage: tuple[Unfinished, ...] = ()
+        self._led_epoch = 0
+        self._lead_error = ""
         self._degraded = ""
         self._begun = False
 
@@ -272,7 +274,8 @@ class PlannerService:
         # Without a new answer both are the same one: no rate can be made of it twice.
         self._previous, self._current = self._current, router or self._current
         advice = ADVISORY if self._hand.advisory else ""
-        self._degraded = look.router_error or still or look.actuator_error or advice
+        self._degraded = look.router_error or still or look.actuator_error or self._lead_error
+        self._degraded = self._degraded or advice
         return look
 
     def _awaited(self) -> set[str]:
@@ -284,14 +287,14 @@ class PlannerService:
         return {o.worker_id for o in self._memory.orders}.union(w.worker_id for w in known)
 
     async def _lead(self) -> bool:
-        before = self._leadership.epoch
+        before, self._lead_error = self._leadership.epoch, ""
         try:
             leading = await self._leadership.renew(self._journal.next_epoch)
             if leading and self._leadership.epoch != before:
                 await self._take_over()
             return leading
         except ReadyplaneError as error:
-            self._degraded = self._degraded or f"leadership: {error}"
+            self._lead_error = f"leadership: {error}"
             self._leadership.lose()
             return self._leadership.leading
 
@@ -302,9 +305,11 @@ class PlannerService:
             self._journal,
             self._policy.model,
             leader_epoch=epoch,
+            mine=self._led_epoch,
             now_s=now_s,
             wall_s=self._clock.wall_s(),
         )
+        self._led_epoch = epoch
         if left.memory is not None:
             self._memory = adopted(self._memory, left.memory)
         self._heritage = left.again

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from readyplane.core.errors import ReadyplaneError
 from readyplane_planner import guard
-from readyplane_planner.decide import Decision, Drain, Memory, OpenOrder, Release, StartOrder
+from readyplane_planner.decide import Decision, Drain, Memory, Release, StartOrder
 from readyplane_planner.journal import Journal, Outcome, Record, replayed
 
 log = logging.getLogger(__name__)
@@ -59,9 +59,13 @@ class Heritage:
 
 
 async def heritage(
-    journal: Journal, model: str, *, leader_epoch: int, now_s: float, wall_s: float
+    journal: Journal, model: str, *, leader_epoch: int, mine: int, now_s: float, wall_s: float
 ) -> Heritage:
     """What earlier leaders of the model left.
+
+    Args:
+        mine: the number under which this planner led last, 0 for never: who only takes its own
+            lease again knows more than the journal does.
 
     A record that cannot be read (of another version) is left out: what it asked for is seen in the
     fleet, or decided anew.
@@ -70,6 +74,8 @@ async def heritage(
         records = await journal.newest(model, limit=RECORDS_MAX)
         # A leader that slept may have written after its successor: the number tells who is newer.
         records.sort(key=lambda r: (_epoch_of(r), r.sequence), reverse=True)
+        if records and 0 < mine == _epoch_of(records[0]):
+            return Heritage()
         found = [
             await journal.get(record.decision_id)
             for place, record in enumerate(records)
@@ -160,8 +166,9 @@ def moved(memory: Memory, by_s: float) -> Memory:
         averages=blank.averages,
         guard_p=guard.moved(memory.guard_p, by_s),
         guard_d=guard.moved(memory.guard_d, by_s),
-        orders=tuple(
-            OpenOrder(o.worker_id, o.pool, o.ordered_s + by_s, o.decision_id) for o in memory.orders
+        orders=tuple(replace(o, ordered_s=o.ordered_s + by_s) for o in memory.orders),
+        denied=tuple(
+            replace(d, at_s=d.at_s + by_s, retry_s=d.retry_s + by_s) for d in memory.denied
         ),
         draining=tuple((name, since_s + by_s) for name, since_s in memory.draining),
         suspects=(),
