@@ -1,4 +1,4 @@
-"""Why a decision was taken and what came of it: a timeline with the segment that took longest.
+"""Why a decision was taken and what came of it: weighed, expected, done, and worth it or not.
 
 Owns the answer to "why did this take three minutes" (R24.2), as a document and as text.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from readyplane_planner.journal import Outcome, Record
+from readyplane_planner.timeline import timeline
 
 ENDS = ("ready", "failed", "refused", "released")
 
@@ -37,6 +38,7 @@ def explanation(
         {**release, "outcome": sorted(by_subject.get(release["worker_id"], {}))}
         for release in document.get("releases", ())
     ]
+    judged = by_subject.get("", {}).get("judged")
     answer = {
         "decision_id": record.decision_id,
         "model": record.model,
@@ -47,6 +49,8 @@ def explanation(
         "starts": starts,
         "drains": drains,
         "releases": releases,
+        "timeline": timeline(record, by_subject, starts, live),
+        "outcome": None if judged is None else dict(judged.document),
         "answer": _answer(starts, drains),
     }
     answer["text"] = text_of(answer)
@@ -67,8 +71,10 @@ def _start(
     start: Mapping[str, Any] = {}
     if ready is not None:
         start = ready.document.get("start") or {}
-    elif row is not None:
-        start = row.get("start") or {}
+    elif row is not None and row.get("start"):
+        start = row["start"]
+    elif "failed" in found:
+        start = found["failed"].document.get("start") or {}
     end = next((kind for kind in ENDS if kind in found), None)
     status = end or ("starting" if row is not None or "ordered" in found else "ordered")
     after = {
@@ -92,8 +98,13 @@ def _start(
         "blocking_segment": start.get("blocking_segment"),
         "tier": ready.document.get("tier") if ready is not None else None,
         "note": note,
-        "log_tail": start.get("log_tail", ""),
+        "log_tail": start.get("log_tail", "") or _log_of(found),
     }
+
+
+def _log_of(found: Mapping[str, Outcome]) -> str:
+    """The end of the log that the actuator kept of a failure."""
+    return str(found["failed"].document.get("log_tail", "")) if "failed" in found else ""
 
 
 def _drain(
@@ -140,10 +151,13 @@ def _answer(starts: Sequence[Mapping[str, Any]], drains: Sequence[Mapping[str, A
 
 def text_of(answer: Mapping[str, Any]) -> str:
     """The explanation for a terminal."""
+    decision = answer["decision"]
     lines = [f"{answer['decision_id']}  {answer['summary']}", "why:"]
-    for reason in answer["decision"].get("reasons", ()):
+    for reason in decision.get("reasons", ()):
         pool = f"{reason['pool']}: " if reason.get("pool") else ""
         lines.append(f"  - {pool}{reason['text']} [{reason['code']}]")
+    lines += [f"weighed: {line}" for line in candidate_lines(decision)]
+    lines += [f"expected: {line}" for line in expectation_lines(decision)]
     for start in answer["starts"]:
         steps = ", ".join(f"{kind} after {s:.1f} s" for kind, s in start["after_s"].items())
         lines.append(f"{start['worker_id']} ({start['pool']}): {start['status']}; {steps or '–'}")
@@ -157,5 +171,69 @@ def text_of(answer: Mapping[str, Any]) -> str:
         steps = ", ".join(f"{kind} after {s:.1f} s" for kind, s in drain["after_s"].items())
         lines.append(f"{drain['worker_id']} ({drain['pool']}): {drain['status']}; {steps or '–'}")
     lines.extend(f"{r['worker_id']} released: {r['why']}" for r in answer["releases"])
+    lines.append("timeline:")
+    lines += [f"  {line}" for line in timeline_lines(answer["timeline"])]
+    lines.append(f"outcome: {outcome_text(answer)}")
     lines.append(f"answer: {answer['answer']}")
     return "\n".join(lines)
+
+
+def candidate_lines(decision: Mapping[str, Any]) -> list[str]:
+    """What was weighed, one line a pair of targets; costs are GPU-seconds."""
+    lines = []
+    for place, found in enumerate(decision.get("candidates") or ()):
+        parts = found["parts"]
+        costs = (
+            f"capacity {parts['capacity']:.0f}, start and drain {parts['start_drain']:.0f}, "
+            f"late work {parts['slo']:.0f}"
+        )
+        verdict = "proposed" if place == 0 else "could be"
+        if not found["feasible"]:
+            verdict = ("proposed; " if place == 0 else "") + f"not enough: {found['why_not']}"
+        pair = f"P {found['p']}, D {found['d']}"
+        lines.append(f"{pair}: {found['cost']:.0f} GPU-s ({costs}); {verdict}")
+    return lines
+
+
+def expectation_lines(decision: Mapping[str, Any]) -> list[str]:
+    """What each change should come to, one line a pool."""
+    lines = []
+    for made in decision.get("expected") or ():
+        verb = "more serve" if made["workers"] > 0 else "fewer serve"
+        line = (
+            f"{made['pool']}: {abs(made['workers'])} {verb} in {made['in_p50_s']:.0f} s "
+            f"(P90 {made['in_p90_s']:.0f} s), {made['rate']:+,.0f} tokens/s"
+        )
+        if made["load_now"] is not None and made["load_then"] is not None:
+            line += f"; load {made['load_now']:.2f} → {made['load_then']:.2f}"
+        lines.append(line)
+    return lines
+
+
+def timeline_lines(moments: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The moments, one line each."""
+    lines = []
+    for moment in moments:
+        at = "      –  " if moment["after_s"] is None else f"{moment['after_s']:7.1f} s"
+        took = "" if moment["took_s"] is None else f" took {moment['took_s']:.2f} s"
+        note = f" ({moment['note']})" if moment["note"] else ""
+        worker = f" {moment['worker_id']}" if moment["worker_id"] else ""
+        lines.append(f"{at}  {moment['who']:<9}{worker} {moment['what']}{took}{note}")
+    return lines
+
+
+def outcome_text(answer: Mapping[str, Any]) -> str:
+    """Worth it or not, in one sentence."""
+    found = answer.get("outcome")
+    if found is None:
+        asked = answer["decision"].get("orders") or answer["decision"].get("drains")
+        return "not judged yet" if asked else "nothing to judge"
+    verdict = {True: "worth it", False: "not worth it", None: "not known"}[found["worth"]]
+    parts = [f"{verdict}: {found['why']}"]
+    for pool, load in found["load"].items():
+        if load["before"] is not None and load["after"] is not None:
+            parts.append(f"load of {pool} {load['before']:.2f} → {load['after']:.2f}")
+    both = found["attainment"]
+    if both["before"] is not None and both["after"] is not None:
+        parts.append(f"attainment {both['before']:.1%} → {both['after']:.1%}")
+    return "; ".join(parts)
