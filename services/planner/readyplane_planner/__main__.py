@@ -1,5 +1,7 @@
 """`python -m readyplane_planner`: the planner as a process; without `--actuator` an advisory one.
 
+`--signals FILE` adds sources beyond the router, or stands in for it.
+
 Owns the wiring of stores, ports and use-cases; everything it wires is tested without it.
 """
 
@@ -9,17 +11,19 @@ import secrets
 import socket
 import sys
 from pathlib import Path
+from typing import cast
 
 from pydantic import Field
 
 from readyplane.client import ActuatorClient, RegistryClient, RouterClient
 from readyplane.core.errors import InvalidField
-from readyplane.kit.clock import SystemClock
+from readyplane.kit.clock import Clock, SystemClock
 from readyplane.kit.database import async_engine, migrate
 from readyplane.kit.redis import check_eviction, connect
 from readyplane.kit.server import ServiceServer, run_service
 from readyplane.kit.settings import ServiceSettings, parse_settings
 from readyplane.kit.telemetry import metrics, setup_logging
+from readyplane.ports import Router
 from readyplane_planner import api, rpc
 from readyplane_planner.leadership import Leadership
 from readyplane_planner.metrics import PlannerMetrics
@@ -27,6 +31,8 @@ from readyplane_planner.policy import Policy, load_policy
 from readyplane_planner.postgres import PostgresJournal
 from readyplane_planner.redis import RedisLeaseStore
 from readyplane_planner.service import PlannerService, Upkeep
+from readyplane_planner.signal_sources import SignalSources, load_signals, make_sources
+from readyplane_planner.sources import NoRouter
 
 DAY_S = 86_400.0
 
@@ -49,6 +55,33 @@ class Settings(ServiceSettings):
         20.0, ge=0, le=600, description="until a released worker is killed"
     )
 
+    signals: Path | None = Field(
+        None, description="YAML file of sources beyond the router: Prometheus queries, engines"
+    )
+    prometheus_token: str = Field(
+        default="", repr=False, description="bearer token for Prometheus; better as a variable"
+    )
+
+    def first_sources(self, model: str, clock: Clock) -> SignalSources | None:
+        """The sources of the given file; without a router there must be some.
+
+        Raises:
+            InvalidField: a wrong field in it, or an actuator whose workers nobody would drain.
+        """
+        alone = not self.router
+        if self.signals is None:
+            if alone:
+                remedy = "give --router HOST:PORT, or --signals FILE where gateways are not ours"
+                raise InvalidField("router", "", remedy)
+            return None
+        if alone and self.actuator:
+            remedy = "leave it away: without a router nobody drains, and the planner only advises"
+            raise InvalidField("actuator", self.actuator, remedy)
+        found = load_signals(self.signals)
+        return make_sources(
+            found, model=model, clock=clock, alone=alone, token=self.prometheus_token
+        )
+
     def first_policy(self) -> Policy:
         """The policy of the given file.
 
@@ -63,19 +96,20 @@ class Settings(ServiceSettings):
 async def main(settings: Settings) -> None:
     """Serve until told to stop."""
     setup_logging("planner", settings.log_level)
-    settings.need("database_url", "redis_url", "registry", "router")
-    policy = settings.first_policy()
+    settings.need("database_url", "redis_url", "registry")
+    policy, clock = settings.first_policy(), SystemClock()
+    beyond = settings.first_sources(policy.model, clock)
     await migrate(settings.database_url, "readyplane_planner")
     engine, client = async_engine(settings.database_url), connect(settings.redis_url)
-    router = RouterClient(settings.router, settings.token)
+    router = RouterClient(settings.router, settings.token) if settings.router else None
     actuator = ActuatorClient(settings.actuator, settings.token) if settings.actuator else None
     registry = RegistryClient(settings.registry, settings.token)
-    clock = SystemClock()
     try:
         await check_eviction(client)
         service = PlannerService(
             policy=policy,
-            router=router,
+            # The two methods that it has are all that the planner asks of a router.
+            router=router or cast("Router", NoRouter()),
             actuator=actuator,
             registry=registry,
             journal=PostgresJournal(engine),
@@ -95,6 +129,7 @@ async def main(settings: Settings) -> None:
                 keep_s=settings.keep_days * DAY_S,
                 release_grace_s=settings.release_grace_s,
             ),
+            beyond=beyond,
         )
         await service.begin()
         if settings.policy_again:
@@ -105,7 +140,7 @@ async def main(settings: Settings) -> None:
         api.mount_page(server.app)
         await server.run(background=[service.run], on_stop=service.aclose)
     finally:
-        for port in (router, actuator, registry):
+        for port in (router, actuator, registry, beyond):
             if port is not None:
                 await port.aclose()
         await client.aclose()

@@ -37,7 +37,7 @@ from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.outcomes import Follower, Judge
 from readyplane_planner.policy import Policy, make_plan, merged, pool_profiles, read_policy
 from readyplane_planner.signals import Observation, RouterSample, observe, stands_still
-from readyplane_planner.sources import Look, Sources, allocations
+from readyplane_planner.sources import Look, LooksBeyond, Sources, allocations
 from readyplane_planner.starts import StartBook, samples_from
 from readyplane_planner.state import History, Seen, state_document, state_pools
 from readyplane_planner.takeover import Unfinished, adopted, heritage
@@ -90,6 +90,7 @@ class PlannerService:
         make_id: unique text for decisions, a handful of letters and digits; deterministic in the
             simulator.
         brain: plans; another one stands in where planners are compared.
+        beyond: sources beside the router, read in each look.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class PlannerService:
         metrics: PlannerMetrics | None = None,
         upkeep: Upkeep | None = None,
         brain: Brain = decide,
+        beyond: LooksBeyond | None = None,
     ) -> None:
         self._policy = policy
         self._brain = brain
@@ -122,7 +124,12 @@ class PlannerService:
         self._metrics = metrics
         self._upkeep = upkeep or Upkeep()
         self._sources = Sources(
-            router, actuator, model=policy.model, clock=clock, timeout_s=LOOK_S_MAX
+            router,
+            actuator,
+            model=policy.model,
+            clock=clock,
+            timeout_s=LOOK_S_MAX,
+            beyond=beyond,
         )
         self._hand = Hand(
             router, actuator, model=policy.model, release_grace_s=self._upkeep.release_grace_s
@@ -222,6 +229,7 @@ class PlannerService:
             t_ready={name: self._quantiles(name, plan, now_s) for name in POOLS},
             priors=self._policy.priors,
             now_s=now_s,
+            outside=look.outside,
         )
         decision_id = f"d{round(wall_s)}-{self._make_id()}"
         before = self._memory

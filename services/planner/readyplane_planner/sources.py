@@ -1,6 +1,6 @@
-"""What the planner looks at each tick: the router's signals and the actuator's instances.
+"""What the planner looks at each tick: router, actuator, and the sources beyond them.
 
-Owns asking both at once within a bound, and turning port values into those of the signals brain.
+Owns asking all at once within a bound, and turning port values into those of the signals brain.
 A source that does not answer gives nothing, with the reason; never an old value as a new one.
 """
 
@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from readyplane.core.errors import ReadyplaneError, StaleEpoch
+from readyplane.core.errors import ReadyplaneError, Refused, StaleEpoch
+from readyplane.core.worker import Worker
 from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Instance, LatencyWindow, ModelSignals, Router, RouterSignals
 from readyplane_planner.signals import Allocation, Latency, RouterSample
+from readyplane_planner.signals.outside import Beyond, Outside
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ LATENCIES = ("ttft_actual", "ttft_predicted", "tpot_actual", "tpot_predicted")
 class Look:
     """What one look gave; None with its reason where a source did not answer.
 
-    `deposed`: a newer leader has been seen by one of them.
+    `deposed`: a newer leader has been seen by one of them. `outside`: what beyond them was read.
     """
 
     router: RouterSample | None
@@ -56,10 +59,44 @@ class Look:
     router_error: str = ""
     actuator_error: str = ""
     deposed: bool = False
+    outside: Outside = field(default_factory=Outside)
+
+
+class LooksBeyond(Protocol):
+    """Sources beside router and actuator; one look is bounded by itself and never fails."""
+
+    async def look(self, workers: Sequence[Worker]) -> Beyond:
+        """All of them at once. `workers`: the router's fleet as last known."""
+        ...
+
+
+class NoRouter:
+    """Where gateways are not ours nobody drains: an advisory planner shows its targets (B35)."""
+
+    async def drain(
+        self,
+        worker_id: str,
+        *,
+        epoch: int = 0,
+        reason: str = "",
+        deadline_s: float = 300.0,
+        scale_decision_id: str = "",
+    ) -> Worker:
+        """Refused, with the reason."""
+        del epoch, reason, deadline_s, scale_decision_id
+        raise Refused(f"drain of {worker_id}", ["there is no router"], "drain it by hand")
+
+    async def signals(self, model: str = "", *, leader_epoch: int = 0) -> RouterSignals:
+        """Nothing."""
+        del model, leader_epoch
+        raise Refused("signals", ["there is no router"], "give --router")
 
 
 class Sources:
-    """Asks router and actuator, if there is one. `timeout_s` bounds one look."""
+    """Asks router and actuator, if there are any, and whatever is beyond them.
+
+    `timeout_s` bounds one look.
+    """
 
     def __init__(
         self,
@@ -69,8 +106,12 @@ class Sources:
         model: str,
         clock: Clock,
         timeout_s: float,
+        beyond: LooksBeyond | None = None,
     ) -> None:
         self._router = router
+        self._beyond = beyond
+        self._workers: tuple[Worker, ...] = ()
+        self._begun_s: float | None = None
         self._actuator = actuator
         self._model = model
         self._clock = clock
@@ -81,16 +122,32 @@ class Sources:
 
         Who looks as the leader fences older ones off, and learns here of a newer one.
         """
-        signals, instances = await asyncio.gather(
-            self._signals(leader_epoch), self._instances(leader_epoch)
+        signals, instances, beyond = await asyncio.gather(
+            self._signals(leader_epoch), self._instances(leader_epoch), self._look_beyond()
         )
+        sample = signals[0]
+        if beyond.fleet is not None:
+            sample, signals = self._of_targets(beyond.fleet), (None, None)
+        if sample is not None:
+            self._workers = sample.workers
+            sample = replace(sample, engines=beyond.engines)
         return Look(
-            signals[0],
+            sample,
             instances[0],
             _said("router", signals[1]),
             _said("actuator", instances[1]),
             deposed=any(isinstance(found[1], StaleEpoch) for found in (signals, instances)),
+            outside=beyond.outside,
         )
+
+    async def _look_beyond(self) -> Beyond:
+        return Beyond() if self._beyond is None else await self._beyond.look(self._workers)
+
+    def _of_targets(self, fleet: tuple[Worker, ...]) -> RouterSample:
+        """What stands in for the router's answer where the engines are all that is known."""
+        now_s = self._clock.monotonic_s()
+        self._begun_s = now_s if self._begun_s is None else self._begun_s
+        return RouterSample(now_s, "engines", now_s - self._begun_s, workers=fleet, by_targets=True)
 
     async def _signals(self, leader_epoch: int) -> tuple[RouterSample | None, Exception | None]:
         try:

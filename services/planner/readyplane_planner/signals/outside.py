@@ -6,7 +6,9 @@ that it belongs to. Handed to `observe`, which joins them with the living fleet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from readyplane.core.worker import Worker
 
 RATES = {
     "arrivals": "requests/s",
@@ -113,3 +115,12 @@ class Outside:
 
     readings: tuple[Reading, ...] = ()
     silent: tuple[Silent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """One look beyond the router, by kind; `fleet` where the engines that are read are all of it."""
+
+    engines: tuple[EngineSample, ...] = ()
+    outside: Outside = field(default_factory=Outside)
+    fleet: tuple[Worker, ...] | None = None
