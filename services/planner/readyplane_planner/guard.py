@@ -133,6 +133,7 @@ def judge(
     paused: bool,
     now_s: float,
     urgent: int | None = None,
+    shut: tuple[float, str] = (0.0, ""),
 ) -> tuple[Verdict, PoolMemory]:
     """Judge one pool.
 
@@ -140,6 +141,7 @@ def judge(
         wanted: workers to grow to, None when the optimiser knows nothing. keep: workers below
             which nothing may shrink (wanted with the hysteresis band), None likewise.
         urgent: of the wanted, those needed even without headroom; None for all.
+        shut: until when nothing on offer can be ordered, and why.
     """
     live = counts.live
     memory = _looked(memory, wanted, keep, live, limits, now_s)
@@ -147,15 +149,27 @@ def judge(
         held = live if memory.desired is None else memory.desired
         return Verdict(held, reasons=(("paused", "a person holds the targets"),)), memory
     reasons: list[tuple[str, str]] = []
-    target = live
+    target, more, waits = live, wanted is not None and wanted > live, False
     if wanted is None or keep is None:
         reasons.append(("hold", trust.why or "demand is not known"))
     elif wanted > live:
         at_once = wanted if urgent is None else urgent
         target = _up(wanted, at_once, counts, memory, limits, trust, now_s, reasons)
+        waits = _cools(memory, limits, now_s)
     elif keep < live:
         target = _down(counts, memory, limits, trust, now_s, reasons)
-    return _bounded(target, counts, memory, limits, trust, now_s, reasons), memory
+    if more and memory.desired is not None and (waits or now_s < max(memory.retry_s, shut[0])):
+        # Nothing can be ordered now: what was wanted stays wanted. A target that followed every
+        # want, or fell to what is left after a refusal, would turn while nothing can be had.
+        target = max(live, min(memory.desired, limits.high))
+    verdict = _bounded(target, counts, memory, limits, trust, now_s, reasons, shut, more=more)
+    if waits and verdict.grow > max(0, limits.low - live):
+        verdict = replace(verdict, grow=max(0, limits.low - live))
+    return verdict, memory
+
+
+def _cools(memory: PoolMemory, limits: Limits, now_s: float) -> bool:
+    return memory.up_s is not None and now_s - memory.up_s < limits.up_cooldown_s
 
 
 def _up(
@@ -184,7 +198,7 @@ def _up(
             reasons.append(_held(code, memory.deficit_since_s, hold_s, now_s))
             return live
         wanted = min(wanted, live + lost)
-    if memory.up_s is not None and now_s - memory.up_s < limits.up_cooldown_s:
+    if memory.up_s is not None and _cools(memory, limits, now_s):
         left_s = limits.up_cooldown_s - (now_s - memory.up_s)
         reasons.append(("cooldown_up", f"next growth in {left_s:.1f} s"))
         return live
@@ -244,6 +258,9 @@ def _bounded(
     trust: Trust,
     now_s: float,
     reasons: list[tuple[str, str]],
+    shut: tuple[float, str],
+    *,
+    more: bool,
 ) -> Verdict:
     """Floor and ceiling last, so that no earlier return skips them (B12)."""
     live = counts.live
@@ -255,13 +272,16 @@ def _bounded(
         target = limits.high
         reasons.append(("ceiling", f"at most {limits.high} by the policy"))
     grow, shrink = max(0, target - live), max(0, live - target)
-    if grow and now_s < memory.retry_s:
+    if (grow or more) and now_s < memory.retry_s:
         reasons.append(
             (
                 "backoff",
                 f"{memory.failures} starts failed; next order in {memory.retry_s - now_s:.1f} s",
             )
         )
+        grow = 0
+    if (grow or more) and now_s < shut[0]:
+        reasons.append(("backoff", f"{shut[1]}; next order in {shut[0] - now_s:.1f} s"))
         grow = 0
     if grow and not trust.grow:
         reasons.append(("hold", trust.why))

@@ -6,12 +6,11 @@ bookkeeping that keeps an order from being counted twice or forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.startup import StartQuantiles
-from readyplane_planner import rollout
-from readyplane_planner.decide import victims
+from readyplane_planner.decide import rolling, victims
 from readyplane_planner.decide.pools import Pool, arrives_soon
 from readyplane_planner.decide.values import (
     Drain,
@@ -23,6 +22,7 @@ from readyplane_planner.decide.values import (
     StartOrder,
 )
 from readyplane_planner.guard import Verdict
+from readyplane_planner.rollout import Generation, Step, Told
 from readyplane_planner.signals import Observation
 
 SERVED_MAX = 4096
@@ -38,6 +38,7 @@ class Acted:
     orders: list[StartOrder]
     drains: list[Drain]
     releases: list[Release]
+    rollout: Told
 
 
 def act(
@@ -52,100 +53,94 @@ def act(
     now_s: float,
 ) -> Acted:
     """Turn verdicts into orders, drains and releases, and remember them."""
-    generation = rollout.advance(memory.generation, plan.manifest_digest, _carried(pools))
-    if generation is not memory.generation:
-        memory = replace(memory, generation=generation)
-    acted = Acted(memory, verdicts, [], [], [])
+    turn = rolling.turn(observation, plan, memory, pools, verdicts, now_s=now_s)
+    step = turn.step
+    memory = replace(memory, generation=turn.generation, rollout=turn.state)
+    reasons.extend(Reason("rollout", line) for line in step.said)
+    acted = Acted(memory, verdicts, [], [], [], turn.told)
     done: list[Verdict] = []
-    for pool, verdict in zip(pools, verdicts, strict=True):
+    for place, (pool, verdict) in enumerate(zip(pools, verdicts, strict=True)):
         if not plan.paused:
             acted.releases.extend(pool.releases)
-        grow = verdict.grow
-        retire: tuple[str, ...] = ()
-        if not plan.paused and not verdict.shrink and not grow:
-            grow, retire = _rolling(pool, verdict, acted.memory, plan, reasons, now_s=now_s)
-        if grow and not plan.manifest_digest:
+        grow, shrink = verdict.grow, verdict.shrink
+        if grow and not step.grow.digest:
             reasons.append(Reason("artifact_unknown", "no artifact to start from", pool.name))
             grow = 0
-        _order(acted, pool.name, grow, plan, decision_id, now_s=now_s)
+        _order(acted, pool.name, grow, step.grow, plan, decision_id, now_s=now_s)
+        _surge(acted, pool, step.surge[place], step, plan, reasons, decision_id, now_s=now_s)
+        acted.releases.extend(
+            Release(worker_id, pool.name, "its generation is rolled back")
+            for worker_id in step.cancel[place]
+        )
         quantiles = observation.t_ready[pool.name]
-        given_up = _give_up(acted, pool, verdict.shrink, retire, plan, quantiles, reasons)
+        wanted = 0 if step.owns else shrink
+        given_up = _give_up(acted, pool, wanted, step.retire[place], plan, quantiles, reasons)
+        if step.owns:
+            # Who goes while generations are mixed is the roll-out's choice, in its own time.
+            done.append(Verdict(verdict.target, grow, shrink, verdict.reasons))
+            continue
         # What could not be given up is still there and wanted as long as it is.
-        target = verdict.target + max(0, verdict.shrink - given_up)
+        target = verdict.target + max(0, shrink - given_up)
         done.append(Verdict(target, grow, given_up, verdict.reasons))
     acted.verdicts = (done[0], done[1])
     acted.memory = _remember(acted, observation, pools, plan, now_s=now_s)
     return acted
 
 
-def _carried(pools: Iterable[Pool]) -> Iterator[tuple[str, int]]:
-    """(artifact, generation) of everyone alive."""
-    for pool in pools:
-        yield from ((c.digest, c.number) for c in pool.coming)
-        for members in (pool.ready, pool.waiting, pool.draining):
-            yield from ((w.manifest_digest, w.generation) for w in members)
-
-
-def _rolling(
+def _surge(
+    acted: Acted,
     pool: Pool,
-    verdict: Verdict,
-    memory: Memory,
+    count: int,
+    step: Step,
     plan: Plan,
     reasons: list[Reason],
+    decision_id: str,
     *,
     now_s: float,
-) -> tuple[int, tuple[str, ...]]:
-    """One surge worker of the new generation, then one old worker to retire (R17.2)."""
-    current = memory.generation.digest
-    if all(digest in {"", current} for digest, _number in _carried((pool,))):
-        return 0, ()
-    members = [
-        *(
-            rollout.Member(w.worker_id, w.manifest_digest, w.generation, True, w.attached)
-            for w in pool.ready
-        ),
-        *(
-            rollout.Member(w.worker_id, w.manifest_digest, w.generation, False)
-            for w in pool.waiting
-        ),
-        *(rollout.Member(c.worker_id, c.digest, c.number, False, c.attached) for c in pool.coming),
-    ]
-    wanted = rollout.step(
-        members,
-        current=memory.generation,
-        target=verdict.target,
-        draining=len(pool.draining),
-        surge_max=plan.surge,
-    )
-    if not wanted.old:
-        return 0, ()
-    text = f"{wanted.old} workers of an older generation, now {memory.generation.number}"
+) -> None:
+    """Workers of the generation to come, beside those that the pool shall have (R17.2)."""
+    if not count:
+        return
+    text = f"{count} more of generation {step.goal.number} start beside the others"
     reasons.append(Reason("rollout", text, pool.name))
-    room = max(0, verdict.target + wanted.surge - len(members))
-    waits = now_s < memory.guard(pool.name).retry_s
-    return (0 if waits else room), wanted.retire
+    _order(acted, pool.name, count, step.goal, plan, decision_id, now_s=now_s)
 
 
 def _order(
-    acted: Acted, name: str, count: int, plan: Plan, decision_id: str, *, now_s: float
+    acted: Acted,
+    name: str,
+    count: int,
+    generation: Generation,
+    plan: Plan,
+    decision_id: str,
+    *,
+    now_s: float,
 ) -> None:
     memory = acted.memory
     suffix = decision_id.rpartition("-")[2]
     for _ in range(count):
         memory = replace(memory, numbered=memory.numbered + 1)
         worker_id = f"{name[0]}-{memory.numbered}-{suffix}"
-        acted.orders.append(
-            StartOrder(
-                worker_id=worker_id,
-                pool=name,
-                worker_class=plan.pool(name).worker_class,
-                manifest_digest=plan.manifest_digest,
-                generation=max(1, memory.generation.number),
-                mode=plan.start_mode,
-                convertible_tpot_s=plan.pool(name).convertible_tpot_s,
-            )
+        start = StartOrder(
+            worker_id=worker_id,
+            pool=name,
+            worker_class=plan.pool(name).worker_class,
+            manifest_digest=generation.digest,
+            generation=max(1, generation.number),
+            mode=plan.start_mode,
+            convertible_tpot_s=plan.pool(name).convertible_tpot_s,
         )
-        order = OpenOrder(worker_id, name, now_s, decision_id)
+        acted.orders.append(start)
+        order = OpenOrder(
+            worker_id,
+            name,
+            now_s,
+            decision_id,
+            start.worker_class,
+            start.mode,
+            start.manifest_digest,
+            start.generation,
+        )
         memory = replace(memory, orders=(*memory.orders, order))
     acted.memory = memory
 
@@ -180,7 +175,7 @@ def _give_up(
     for item in coming:
         why = f"cancelled after {item.age_s:.1f} s: it is needed no more"
         acted.releases.append(Release(item.worker_id, pool.name, why))
-    digest = plan.manifest_digest
+    digest = acted.memory.generation.digest
     left = count - len(coming)
     waiting = pool.waiting
     ready = victims.from_ready(waiting, left, digest=digest, min_ready_s=plan.min_ready_s)
@@ -189,7 +184,8 @@ def _give_up(
         pool.ready, max(0, left - len(waiting)), digest=digest, min_ready_s=plan.min_ready_s
     )
     given_up = len(coming) + len(ready)
-    ready += [w for w in pool.ready if w.worker_id in set(retire) and w not in ready]
+    going = set(retire)
+    ready += [w for w in (*pool.ready, *waiting) if w.worker_id in going and w not in ready]
     for worker in ready:
         why = (
             f"holds {worker.active} sequences and {worker.promised_prefill_tokens} promised tokens"

@@ -7,11 +7,10 @@ Hands verdicts to brain.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 
 from readyplane_planner import guard
 from readyplane_planner.capacity import EVIDENCE_MIN_S
-from readyplane_planner.decide import acting, demand, outlook, reasons
+from readyplane_planner.decide import acting, demand, denials, outlook, reasons, rolling
 from readyplane_planner.decide.outlook import Both
 from readyplane_planner.decide.pools import Pool
 from readyplane_planner.decide.values import POOLS, Memory, Plan, Reason
@@ -38,25 +37,8 @@ def counts(
     counts_p = pools[0].counts(backlog=waiting, breach=breach_p)
     counts_d = pools[1].counts(backlog=sequences > full > 0, breach=breach_d)
     return (
-        without_surge(counts_p, pools[0], plan, memory),
-        without_surge(counts_d, pools[1], plan, memory),
-    )
-
-
-def without_surge(counts: Counts, pool: Pool, plan: Plan, memory: Memory) -> Counts:
-    """A roll-out's extra workers stand beside the target and must not become it."""
-    desired = memory.guard(pool.name).desired
-    current = memory.generation.digest
-    if not current or desired is None:
-        return counts
-    fitting = {"", current}
-    members = (w.manifest_digest for m in (pool.ready, pool.waiting) for w in m)
-    if all(d in fitting for d in chain(members, (c.digest for c in pool.coming))):
-        return counts
-    extra = min(plan.surge, max(0, counts.live - desired))
-    from_pending = min(extra, counts.pending)
-    return replace(
-        counts, pending=counts.pending - from_pending, ready=counts.ready - extra + from_pending
+        rolling.without_surge(counts_p, pools[0], memory),
+        rolling.without_surge(counts_d, pools[1], memory),
     )
 
 
@@ -90,6 +72,8 @@ def judge(
 ) -> tuple[tuple[Verdict, Verdict], Memory]:
     """Verdicts for both pools, and what the rules said."""
     trust = trust_in(observation, seen_before=memory.work_p.begun_s is not None)
+    memory = denials.noted(memory, observation, plan, limits[0], now_s=now_s)
+    said.extend(denials.said(memory, pools, now_s=now_s))
     verdicts: list[Verdict] = []
     guards: list[PoolMemory] = []
     overrides = dict(memory.overrides)
@@ -97,7 +81,9 @@ def judge(
         before = memory.guard(name)
         if pool.became_ready:
             before = guard.succeeded(before)
-        before = guard.failed(before, _losses(pool, memory), limits=bounds, now_s=now_s)
+        lost = _losses(pool, memory, observation)
+        before = guard.failed(before, lost, limits=bounds, now_s=now_s)
+        waits = denials.shut(memory, name, plan.pool(name).names, now_s=now_s)
         wanted = keep = urgent = None
         advised = advice(plan, memory, name)
         if proposal is not None and not advised:
@@ -113,6 +99,9 @@ def judge(
             trust=replace(trust, why=advised or trust.why),
             paused=plan.paused,
             urgent=urgent,
+            shut=(0.0, "")
+            if waits is None
+            else (waits.retry_s, f"orders are refused: {waits.why}"),
             now_s=now_s,
         )
         verdicts.append(verdict)
@@ -161,11 +150,14 @@ def measured(observation: Observation, plan: Plan) -> tuple[Limits, Limits]:
     )
 
 
-def _losses(pool: Pool, memory: Memory) -> int:
-    """Starts lost in this tick: an order is counted once, when it leaves the open ones."""
+def _losses(pool: Pool, memory: Memory, observation: Observation) -> int:
+    """Starts lost in this tick: an order is counted once, when it leaves the open ones.
+
+    An order that was refused never was a start; see `denials`.
+    """
     open_ids = {o.worker_id for o in memory.orders}
     lost = {*pool.failed, *(c.worker_id for c in pool.overdue)}
-    return len(lost & open_ids)
+    return len((lost & open_ids) - {r.worker_id for r in observation.refused})
 
 
 def took(

@@ -15,10 +15,26 @@ from readyplane_planner.capacity import Combine, Correction, Load
 from readyplane_planner.forecast import Forecast, Knobs, Series
 from readyplane_planner.guard import Counts, Limits, PoolMemory
 from readyplane_planner.optimise.values import Candidate
-from readyplane_planner.rollout import Generation
+from readyplane_planner.rollout import Generation, Rollout, Rules, Told
 
 POOLS = ("prefill", "decode")
 ROLE_OF = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+
+
+@dataclass(frozen=True, slots=True)
+class ClassPlan:
+    """One class that a pool may start.
+
+    Attributes:
+        price: of one worker for an hour. low, high: workers of it that the pool has to have, may
+            have.
+    """
+
+    worker_class: str
+    profile: ClassProfile
+    price: float
+    low: int = 0
+    high: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +42,8 @@ class PoolPlan:
     """What the policy wants of one pool; `profile` is what one of its workers can do.
 
     Attributes:
+        classes: that may be started, where there are several; the others are counted in workers of
+            `worker_class`. spare: workers kept beyond the need, for those that may be lost.
         convertible_tpot_s: above 0, new workers also take prompts in short chunks, between
             iterations that keep this time per output token.
     """
@@ -34,6 +52,13 @@ class PoolPlan:
     worker_class: str
     profile: ClassProfile
     convertible_tpot_s: float = 0.0
+    classes: tuple[ClassPlan, ...] = ()
+    spare: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Classes that may be started."""
+        return tuple(c.worker_class for c in self.classes) or (self.worker_class,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +92,8 @@ class Plan:
     drain_deadline_s: float
     budget_gpus: int | None
     start_mode: str
-    surge: int
     manifest_digest: str = ""
+    rollout: Rules = Rules()
     paused: bool = False
     digest: str = ""
 
@@ -79,12 +104,30 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class OpenOrder:
-    """A worker ordered and not yet ready, failed or given up."""
+    """A worker ordered and not yet ready, failed or given up; of which artifact and generation."""
 
     worker_id: str
     pool: str
     ordered_s: float
     decision_id: str
+    worker_class: str = ""
+    mode: str = ""
+    digest: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """A class of a pool whose orders are refused: how often in a row, when last, until when it is
+    left alone.
+    """
+
+    pool: str
+    worker_class: str
+    count: int
+    at_s: float
+    retry_s: float
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +153,7 @@ class Memory:
         work_p, work_d: forecast series. orders: open. draining: (worker id, since).
         served: ids that were ready once, so that a lost lease is not taken for a start.
         suspects: (worker id, since): no lease or no progress although an allocation runs.
+        denied: classes whose orders are refused. generation: of new workers. rollout: where it is.
         last_s: clock of the last decision. numbered: worker names given so far.
         fallbacks: how often the optimiser failed. overrides: guard rules that changed a target.
     """
@@ -126,11 +170,13 @@ class Memory:
     served: tuple[str, ...] = ()
     suspects: tuple[tuple[str, float], ...] = ()
     generation: Generation = field(default_factory=Generation)
+    rollout: Rollout = field(default_factory=Rollout)
     numbered: int = 0
     last_s: float | None = None
     fallbacks: int = 0
     overrides: Mapping[str, int] = field(default_factory=dict)
     bad_samples: int = 0
+    denied: tuple[Denied, ...] = ()
 
     def guard(self, pool: str) -> PoolMemory:
         """The guard's memory of a pool."""
@@ -230,6 +276,7 @@ class Decision:
         candidates: pairs of targets that were weighed, the proposed one first, with their costs.
         binding: the reasons of `why` that kept the targets from what was wanted.
         expected: of each pool that changes, what capacity comes when and what load follows.
+        rollout: where the roll-out is.
     """
 
     decision_id: str
@@ -250,12 +297,13 @@ class Decision:
     candidates: tuple[Candidate, ...] = ()
     binding: tuple[Reason, ...] = ()
     expected: tuple[Expected, ...] = ()
+    rollout: Told = Told()
 
     @property
     def changed(self) -> bool:
-        """Whether it moved a target or asks for anything."""
+        """Whether it moved a target, turned a roll-out or asks for anything."""
         moved = any(p.before != p.target for p in (self.prefill, self.decode))
-        return moved or bool(self.orders or self.drains or self.releases)
+        return moved or self.rollout.turned or bool(self.orders or self.drains or self.releases)
 
     def pool(self, name: str) -> PoolDecision:
         """By pool name."""
