@@ -21,6 +21,7 @@ from readyplane_planner.optimise import Bounds, Demand, Optimiser, Problem, Prop
 from readyplane_planner.signals import Kind, Observation
 
 UNPAIRABLE_SAID_MAX = 5
+SILENT_SAID_MAX = 8
 
 
 def decide(
@@ -87,6 +88,7 @@ def decide(
         drains=tuple(acted.drains),
         releases=tuple(acted.releases),
         why=explained,
+        signals=observation.signals(),
         signal_ages_s={
             name: signal.age_s if signal.value is not None else None
             for name, signal in observation.signals().items()
@@ -94,6 +96,7 @@ def decide(
         infeasible=() if proposal is None else proposal.infeasible,
         stranded_p=0 if proposal is None else proposal.stranded_p,
         degraded=_degraded(observation),
+        rollout=acted.rollout,
         candidates=() if proposal is None else proposal.candidates,
         binding=effect.binding(explained),
         expected=effect.expected(observation, plan, model, pools, seen, acted),
@@ -104,6 +107,11 @@ def decide(
 def _facts(observation: Observation, plan: Plan, pools: Both, memory: Memory) -> list[Reason]:
     """What was wrong with the data and what happened to starts, before any rule speaks."""
     said = [Reason("bad_value", f"refused sample {name}") for name in observation.bad[:5]]
+    said.extend(Reason("source_silent", text) for text in observation.silent[:SILENT_SAID_MAX])
+    wait = observation.latency.get("wait_actual")
+    if wait is not None and wait.count and wait.p90_s > plan.ttft_s:
+        text = f"P90 of the wait before prefill is {wait.p90_s:.1f} s of {plan.ttft_s:g} s TTFT"
+        said.append(Reason("queue_wait", text, "prefill"))
     windows = [w.window_s for n, w in observation.latency.items() if n.endswith("_actual")]
     if max(windows, default=0.0) > plan.actual_window_s:
         text = (

@@ -39,6 +39,7 @@ RULES = (
     "backlog",
     "hold_idle",
     "cooldown_down",
+    "queue_wait",
 )
 FACTS = (
     "unpairable",
@@ -48,6 +49,7 @@ FACTS = (
     "drift",
     "idle",
     "bad_value",
+    "source_silent",
     "actual_unknown",
     "profile_unmeasured",
 )

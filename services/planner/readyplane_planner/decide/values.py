@@ -16,6 +16,7 @@ from readyplane_planner.forecast import Forecast, Knobs, Series
 from readyplane_planner.guard import Counts, Limits, PoolMemory
 from readyplane_planner.optimise.values import Candidate
 from readyplane_planner.rollout import Generation, Rollout, Rules, Told
+from readyplane_planner.signals import Signal
 
 POOLS = ("prefill", "decode")
 ROLE_OF = {"prefill": Role.PREFILL, "decode": Role.DECODE}
@@ -291,6 +292,7 @@ class Decision:
     releases: tuple[Release, ...] = ()
     why: tuple[Reason, ...] = ()
     signal_ages_s: Mapping[str, float | None] = field(default_factory=dict)
+    signals: Mapping[str, Signal] = field(default_factory=dict)
     infeasible: tuple[str, ...] = ()
     stranded_p: int = 0
     degraded: str = ""
