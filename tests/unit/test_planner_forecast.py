@@ -18,6 +18,7 @@ from readyplane_planner.forecast import (
     broken,
     predict,
     remember,
+    scaled,
     update,
 )
 
@@ -155,3 +156,25 @@ def test_a_step_is_seen_before_the_window_has_passed() -> None:
     assert level(15_000.0, 3) > 1.5
     assert level(6_000.0, 3) == 1.0, "three requests more in a second are chance"
     assert level(500.0, 3) == 1.0, "it never lowers"
+
+
+@given(
+    st.lists(st.floats(1.0, 5000.0), min_size=5, max_size=60),
+    st.floats(0.1, 10.0),
+    st.floats(5.0, 300.0),
+)
+def test_scaled_work_scales_every_forecast(
+    rates: list[float], factor: float, horizon_s: float
+) -> None:
+    """What a question 'and if it were twice as much' rests on: one scale, one forecast."""
+    knobs = Knobs(warmup_s=5.0)
+    series = Series()
+    for second, rate in enumerate(rates, 1):
+        series = update(series, rate, dt_s=1.0, now_s=float(second), knobs=knobs)
+        made = predict(series, horizon_s=4.0, knobs=knobs)
+        series = remember(series, made, now_s=float(second), knobs=knobs)
+    plain = predict(series, horizon_s=horizon_s, knobs=knobs)
+    more = predict(scaled(series, factor), horizon_s=horizon_s, knobs=knobs)
+    for name in ("level", "upper", "lower", "now"):
+        assert getattr(more, name) == pytest.approx(factor * getattr(plain, name), rel=1e-6), name
+    assert scaled(Series(), factor) == Series()

@@ -194,6 +194,34 @@ def remember(series: Series, made: Forecast, *, now_s: float, knobs: Knobs) -> S
     return replace(series, pending=(*series.pending, kept)[-PENDING_MAX:], clamps=clamps)
 
 
+def scaled(series: Series, factor: float) -> Series:
+    """As if all work so far had been so many times as much; every forecast grows by that factor.
+
+    Scores, losses and calibration are shares and stay.
+    """
+    return replace(
+        series,
+        total=series.total * factor,
+        peak=series.peak * factor,
+        recent=tuple((at_s, total * factor) for at_s, total in series.recent),
+        ewma=tuple(rate * factor for rate in series.ewma),
+        holt_level=series.holt_level * factor,
+        holt_trend=series.holt_trend * factor,
+        pending=tuple(
+            replace(
+                item,
+                total=item.total * factor,
+                experts=tuple(rate * factor for rate in item.experts),
+                level=item.level * factor,
+                upper=item.upper * factor,
+                scale=item.scale * factor,
+                peak=item.peak * factor,
+            )
+            for item in series.pending
+        ),
+    )
+
+
 def broken(series: Series) -> Series:
     """After a gap in the signal: rates across it would be false, so waiting forecasts are void."""
     return replace(series, recent=(), pending=()) if series.recent or series.pending else series
