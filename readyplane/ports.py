@@ -426,6 +426,14 @@ class Planner(Protocol):
         """One decision with what came of it. Raises NotFound."""
         ...
 
+    async def replay(self, decision_id: str) -> dict[str, Any]:
+        """It is taken again from its recorded inputs and compared. Raises NotFound, InvalidField."""
+        ...
+
+    async def what_if(self, changes: Mapping[str, str], *, model: str = "") -> dict[str, Any]:
+        """The last decision beside the one under changes. Raises UnknownField, InvalidField."""
+        ...
+
     async def get_policy(self, model: str = "") -> tuple[dict[str, Any], int]:
         """Policy in force and its version."""
         ...

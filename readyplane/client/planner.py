@@ -77,6 +77,23 @@ class PlannerClient(ServiceClient):
             found.setdefault("text", response.text)
         return found
 
+    async def replay(self, decision_id: str) -> dict[str, Any]:
+        """It is taken again from its recorded inputs and compared."""
+        response: pb.ReplayResponse = await self.call(
+            "Replay", lambda: pb.ReplayRequest(decision_id=decision_id)
+        )
+        return wire.object_of(response.replay_json, "replay_json")
+
+    async def what_if(self, changes: Mapping[str, str], *, model: str = "") -> dict[str, Any]:
+        """The last decision beside the one under changes; `text` is the same for a terminal."""
+        response: pb.WhatIfResponse = await self.call(
+            "WhatIf", lambda: pb.WhatIfRequest(model=model, changes=dict(changes))
+        )
+        found = wire.object_of(response.what_if_json, "what_if_json")
+        if response.text:
+            found.setdefault("text", response.text)
+        return found
+
     async def get_policy(self, model: str = "") -> tuple[dict[str, Any], int]:
         """Policy in force and its version."""
         response: pb.GetPolicyResponse = await self.call(

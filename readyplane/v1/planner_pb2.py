@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1breadyplane/v1/planner.proto\x12\rreadyplane.v1\x1a\x1fgoogle/protobuf/timestamp.proto\" \n\x0fGetStateRequest\x12\r\n\x05model\x18\x01 \x01(\t\"&\n\x10GetStateResponse\x12\x12\n\nstate_json\x18\x01 \x01(\t\"\"\n\x11WatchStateRequest\x12\r\n\x05model\x18\x01 \x01(\t\"(\n\x12WatchStateResponse\x12\x12\n\nstate_json\x18\x01 \x01(\t\"b\n\x14ListDecisionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x14\n\x0c\x63hanges_only\x18\x04 \x01(\x08\"\x8e\x01\n\x0f\x44\x65\x63isionSummary\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07summary\x18\x04 \x01(\t\x12\x15\n\rdecision_json\x18\x05 \x01(\t\"c\n\x15ListDecisionsResponse\x12\x31\n\tdecisions\x18\x01 \x03(\x0b\x32\x1e.readyplane.v1.DecisionSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"%\n\x0e\x45xplainRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\"9\n\x0f\x45xplainResponse\x12\x18\n\x10\x65xplanation_json\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"!\n\x10GetPolicyRequest\x12\r\n\x05model\x18\x01 \x01(\t\"I\n\x11GetPolicyResponse\x12\x13\n\x0bpolicy_json\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"s\n\x10SetPolicyRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0bpolicy_json\x18\x03 \x01(\t\x12\r\n\x05merge\x18\x04 \x01(\x08\x12\x18\n\x10\x65xpected_version\x18\x05 \x01(\x03\"I\n\x11SetPolicyResponse\x12\x13\n\x0bpolicy_json\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"U\n\x10SetPausedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06paused\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"#\n\x11SetPausedResponse\x12\x0e\n\x06paused\x18\x01 \x01(\x08\x32\xc1\x04\n\x07Planner\x12K\n\x08GetState\x12\x1e.readyplane.v1.GetStateRequest\x1a\x1f.readyplane.v1.GetStateResponse\x12S\n\nWatchState\x12 .readyplane.v1.WatchStateRequest\x1a!.readyplane.v1.WatchStateResponse0\x01\x12Z\n\rListDecisions\x12#.readyplane.v1.ListDecisionsRequest\x1a$.readyplane.v1.ListDecisionsResponse\x12H\n\x07\x45xplain\x12\x1d.readyplane.v1.ExplainRequest\x1a\x1e.readyplane.v1.ExplainResponse\x12N\n\tGetPolicy\x12\x1f.readyplane.v1.GetPolicyRequest\x1a .readyplane.v1.GetPolicyResponse\x12N\n\tSetPolicy\x12\x1f.readyplane.v1.SetPolicyRequest\x1a .readyplane.v1.SetPolicyResponse\x12N\n\tSetPaused\x12\x1f.readyplane.v1.SetPausedRequest\x1a .readyplane.v1.SetPausedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1breadyplane/v1/planner.proto\x12\rreadyplane.v1\x1a\x1fgoogle/protobuf/timestamp.proto\" \n\x0fGetStateRequest\x12\r\n\x05model\x18\x01 \x01(\t\"&\n\x10GetStateResponse\x12\x12\n\nstate_json\x18\x01 \x01(\t\"\"\n\x11WatchStateRequest\x12\r\n\x05model\x18\x01 \x01(\t\"(\n\x12WatchStateResponse\x12\x12\n\nstate_json\x18\x01 \x01(\t\"b\n\x14ListDecisionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x14\n\x0c\x63hanges_only\x18\x04 \x01(\x08\"\x8e\x01\n\x0f\x44\x65\x63isionSummary\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07summary\x18\x04 \x01(\t\x12\x15\n\rdecision_json\x18\x05 \x01(\t\"c\n\x15ListDecisionsResponse\x12\x31\n\tdecisions\x18\x01 \x03(\x0b\x32\x1e.readyplane.v1.DecisionSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"%\n\x0e\x45xplainRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\"9\n\x0f\x45xplainResponse\x12\x18\n\x10\x65xplanation_json\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"$\n\rReplayRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\"%\n\x0eReplayResponse\x12\x13\n\x0breplay_json\x18\x01 \x01(\t\"\x8a\x01\n\rWhatIfRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12:\n\x07\x63hanges\x18\x02 \x03(\x0b\x32).readyplane.v1.WhatIfRequest.ChangesEntry\x1a.\n\x0c\x43hangesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\x0eWhatIfResponse\x12\x14\n\x0cwhat_if_json\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"!\n\x10GetPolicyRequest\x12\r\n\x05model\x18\x01 \x01(\t\"I\n\x11GetPolicyResponse\x12\x13\n\x0bpolicy_json\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"s\n\x10SetPolicyRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0bpolicy_json\x18\x03 \x01(\t\x12\r\n\x05merge\x18\x04 \x01(\x08\x12\x18\n\x10\x65xpected_version\x18\x05 \x01(\x03\"I\n\x11SetPolicyResponse\x12\x13\n\x0bpolicy_json\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"U\n\x10SetPausedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06paused\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"#\n\x11SetPausedResponse\x12\x0e\n\x06paused\x18\x01 \x01(\x08\x32\xcf\x05\n\x07Planner\x12K\n\x08GetState\x12\x1e.readyplane.v1.GetStateRequest\x1a\x1f.readyplane.v1.GetStateResponse\x12S\n\nWatchState\x12 .readyplane.v1.WatchStateRequest\x1a!.readyplane.v1.WatchStateResponse0\x01\x12Z\n\rListDecisions\x12#.readyplane.v1.ListDecisionsRequest\x1a$.readyplane.v1.ListDecisionsResponse\x12H\n\x07\x45xplain\x12\x1d.readyplane.v1.ExplainRequest\x1a\x1e.readyplane.v1.ExplainResponse\x12\x45\n\x06Replay\x12\x1c.readyplane.v1.ReplayRequest\x1a\x1d.readyplane.v1.ReplayResponse\x12\x45\n\x06WhatIf\x12\x1c.readyplane.v1.WhatIfRequest\x1a\x1d.readyplane.v1.WhatIfResponse\x12N\n\tGetPolicy\x12\x1f.readyplane.v1.GetPolicyRequest\x1a .readyplane.v1.GetPolicyResponse\x12N\n\tSetPolicy\x12\x1f.readyplane.v1.SetPolicyRequest\x1a .readyplane.v1.SetPolicyResponse\x12N\n\tSetPaused\x12\x1f.readyplane.v1.SetPausedRequest\x1a .readyplane.v1.SetPausedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'readyplane.v1.planner_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_WHATIFREQUEST_CHANGESENTRY']._loaded_options = None
+  _globals['_WHATIFREQUEST_CHANGESENTRY']._serialized_options = b'8\001'
   _globals['_GETSTATEREQUEST']._serialized_start=79
   _globals['_GETSTATEREQUEST']._serialized_end=111
   _globals['_GETSTATERESPONSE']._serialized_start=113
@@ -50,18 +52,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPLAINREQUEST']._serialized_end=614
   _globals['_EXPLAINRESPONSE']._serialized_start=616
   _globals['_EXPLAINRESPONSE']._serialized_end=673
-  _globals['_GETPOLICYREQUEST']._serialized_start=675
-  _globals['_GETPOLICYREQUEST']._serialized_end=708
-  _globals['_GETPOLICYRESPONSE']._serialized_start=710
-  _globals['_GETPOLICYRESPONSE']._serialized_end=783
-  _globals['_SETPOLICYREQUEST']._serialized_start=785
-  _globals['_SETPOLICYREQUEST']._serialized_end=900
-  _globals['_SETPOLICYRESPONSE']._serialized_start=902
-  _globals['_SETPOLICYRESPONSE']._serialized_end=975
-  _globals['_SETPAUSEDREQUEST']._serialized_start=977
-  _globals['_SETPAUSEDREQUEST']._serialized_end=1062
-  _globals['_SETPAUSEDRESPONSE']._serialized_start=1064
-  _globals['_SETPAUSEDRESPONSE']._serialized_end=1099
-  _globals['_PLANNER']._serialized_start=1102
-  _globals['_PLANNER']._serialized_end=1679
+  _globals['_REPLAYREQUEST']._serialized_start=675
+  _globals['_REPLAYREQUEST']._serialized_end=711
+  _globals['_REPLAYRESPONSE']._serialized_start=713
+  _globals['_REPLAYRESPONSE']._serialized_end=750
+  _globals['_WHATIFREQUEST']._serialized_start=753
+  _globals['_WHATIFREQUEST']._serialized_end=891
+  _globals['_WHATIFREQUEST_CHANGESENTRY']._serialized_start=845
+  _globals['_WHATIFREQUEST_CHANGESENTRY']._serialized_end=891
+  _globals['_WHATIFRESPONSE']._serialized_start=893
+  _globals['_WHATIFRESPONSE']._serialized_end=945
+  _globals['_GETPOLICYREQUEST']._serialized_start=947
+  _globals['_GETPOLICYREQUEST']._serialized_end=980
+  _globals['_GETPOLICYRESPONSE']._serialized_start=982
+  _globals['_GETPOLICYRESPONSE']._serialized_end=1055
+  _globals['_SETPOLICYREQUEST']._serialized_start=1057
+  _globals['_SETPOLICYREQUEST']._serialized_end=1172
+  _globals['_SETPOLICYRESPONSE']._serialized_start=1174
+  _globals['_SETPOLICYRESPONSE']._serialized_end=1247
+  _globals['_SETPAUSEDREQUEST']._serialized_start=1249
+  _globals['_SETPAUSEDREQUEST']._serialized_end=1334
+  _globals['_SETPAUSEDRESPONSE']._serialized_start=1336
+  _globals['_SETPAUSEDRESPONSE']._serialized_end=1371
+  _globals['_PLANNER']._serialized_start=1374
+  _globals['_PLANNER']._serialized_end=2093
 # @@protoc_insertion_point(module_scope)

@@ -188,6 +188,93 @@ class ExplainResponse(google.protobuf.message.Message):
 Global___ExplainResponse: typing_extensions.TypeAlias = ExplainResponse
 
 @typing.final
+class ReplayRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DECISION_ID_FIELD_NUMBER: builtins.int
+    decision_id: builtins.str
+    def __init__(
+        self,
+        *,
+        decision_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["decision_id", b"decision_id"]) -> None: ...
+
+Global___ReplayRequest: typing_extensions.TypeAlias = ReplayRequest
+
+@typing.final
+class ReplayResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPLAY_JSON_FIELD_NUMBER: builtins.int
+    replay_json: builtins.str
+    """`same`, and `differences` of {field, recorded, replayed}."""
+    def __init__(
+        self,
+        *,
+        replay_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replay_json", b"replay_json"]) -> None: ...
+
+Global___ReplayResponse: typing_extensions.TypeAlias = ReplayResponse
+
+@typing.final
+class WhatIfRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ChangesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    MODEL_FIELD_NUMBER: builtins.int
+    CHANGES_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    @property
+    def changes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Key to value: `isl` to `2x`, `tready` to `180`, `policy.headroom` to `0.3`."""
+
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        changes: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changes", b"changes", "model", b"model"]) -> None: ...
+
+Global___WhatIfRequest: typing_extensions.TypeAlias = WhatIfRequest
+
+@typing.final
+class WhatIfResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WHAT_IF_JSON_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    what_if_json: builtins.str
+    text: builtins.str
+    """The same as text for a terminal."""
+    def __init__(
+        self,
+        *,
+        what_if_json: builtins.str = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["text", b"text", "what_if_json", b"what_if_json"]) -> None: ...
+
+Global___WhatIfResponse: typing_extensions.TypeAlias = WhatIfResponse
+
+@typing.final
 class GetPolicyRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

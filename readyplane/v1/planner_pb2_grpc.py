@@ -55,6 +55,16 @@ class PlannerStub(object):
                 request_serializer=readyplane_dot_v1_dot_planner__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=readyplane_dot_v1_dot_planner__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Replay = channel.unary_unary(
+                '/readyplane.v1.Planner/Replay',
+                request_serializer=readyplane_dot_v1_dot_planner__pb2.ReplayRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_planner__pb2.ReplayResponse.FromString,
+                _registered_method=True)
+        self.WhatIf = channel.unary_unary(
+                '/readyplane.v1.Planner/WhatIf',
+                request_serializer=readyplane_dot_v1_dot_planner__pb2.WhatIfRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_planner__pb2.WhatIfResponse.FromString,
+                _registered_method=True)
         self.GetPolicy = channel.unary_unary(
                 '/readyplane.v1.Planner/GetPolicy',
                 request_serializer=readyplane_dot_v1_dot_planner__pb2.GetPolicyRequest.SerializeToString,
@@ -104,6 +114,21 @@ class PlannerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replay(self, request, context):
+        """One decision taken again from its recorded inputs, compared field by field. A read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WhatIf(self, request, context):
+        """What the last tick would have decided under changes of load, starts, fleet or policy. A read:
+        nothing is stored or ordered. An unknown key is refused with the list of keys.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetPolicy(self, request, context):
         """Policy in force, with version and digest.
         """
@@ -148,6 +173,16 @@ def add_PlannerServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=readyplane_dot_v1_dot_planner__pb2.ExplainRequest.FromString,
                     response_serializer=readyplane_dot_v1_dot_planner__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Replay': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replay,
+                    request_deserializer=readyplane_dot_v1_dot_planner__pb2.ReplayRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_planner__pb2.ReplayResponse.SerializeToString,
+            ),
+            'WhatIf': grpc.unary_unary_rpc_method_handler(
+                    servicer.WhatIf,
+                    request_deserializer=readyplane_dot_v1_dot_planner__pb2.WhatIfRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_planner__pb2.WhatIfResponse.SerializeToString,
             ),
             'GetPolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPolicy,
@@ -274,6 +309,60 @@ class Planner(object):
             '/readyplane.v1.Planner/Explain',
             readyplane_dot_v1_dot_planner__pb2.ExplainRequest.SerializeToString,
             readyplane_dot_v1_dot_planner__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replay(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Planner/Replay',
+            readyplane_dot_v1_dot_planner__pb2.ReplayRequest.SerializeToString,
+            readyplane_dot_v1_dot_planner__pb2.ReplayResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WhatIf(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Planner/WhatIf',
+            readyplane_dot_v1_dot_planner__pb2.WhatIfRequest.SerializeToString,
+            readyplane_dot_v1_dot_planner__pb2.WhatIfResponse.FromString,
             options,
             channel_credentials,
             insecure,

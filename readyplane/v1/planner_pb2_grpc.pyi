@@ -89,6 +89,38 @@ _PlannerExplainType = typing_extensions.TypeVar(
     ],
 )
 
+_PlannerReplayType = typing_extensions.TypeVar(
+    '_PlannerReplayType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.ReplayRequest,
+        readyplane.v1.planner_pb2.ReplayResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.ReplayRequest,
+        readyplane.v1.planner_pb2.ReplayResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.ReplayRequest,
+        readyplane.v1.planner_pb2.ReplayResponse,
+    ],
+)
+
+_PlannerWhatIfType = typing_extensions.TypeVar(
+    '_PlannerWhatIfType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.WhatIfRequest,
+        readyplane.v1.planner_pb2.WhatIfResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.WhatIfRequest,
+        readyplane.v1.planner_pb2.WhatIfResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.WhatIfRequest,
+        readyplane.v1.planner_pb2.WhatIfResponse,
+    ],
+)
+
 _PlannerGetPolicyType = typing_extensions.TypeVar(
     '_PlannerGetPolicyType',
     grpc.UnaryUnaryMultiCallable[
@@ -137,7 +169,7 @@ _PlannerSetPausedType = typing_extensions.TypeVar(
     ],
 )
 
-class PlannerStub(typing.Generic[_PlannerGetStateType, _PlannerWatchStateType, _PlannerListDecisionsType, _PlannerExplainType, _PlannerGetPolicyType, _PlannerSetPolicyType, _PlannerSetPausedType]):
+class PlannerStub(typing.Generic[_PlannerGetStateType, _PlannerWatchStateType, _PlannerListDecisionsType, _PlannerExplainType, _PlannerReplayType, _PlannerWhatIfType, _PlannerGetPolicyType, _PlannerSetPolicyType, _PlannerSetPausedType]):
     """Decisions, their reasons and the policy they follow."""
 
     @typing.overload
@@ -157,6 +189,14 @@ class PlannerStub(typing.Generic[_PlannerGetStateType, _PlannerWatchStateType, _
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.planner_pb2.ExplainRequest,
             readyplane.v1.planner_pb2.ExplainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.planner_pb2.ReplayRequest,
+            readyplane.v1.planner_pb2.ReplayResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.planner_pb2.WhatIfRequest,
+            readyplane.v1.planner_pb2.WhatIfResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.planner_pb2.GetPolicyRequest,
@@ -191,6 +231,14 @@ class PlannerStub(typing.Generic[_PlannerGetStateType, _PlannerWatchStateType, _
             readyplane.v1.planner_pb2.ExplainResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.planner_pb2.ReplayRequest,
+            readyplane.v1.planner_pb2.ReplayResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.planner_pb2.WhatIfRequest,
+            readyplane.v1.planner_pb2.WhatIfResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.planner_pb2.GetPolicyRequest,
             readyplane.v1.planner_pb2.GetPolicyResponse,
         ],
@@ -215,6 +263,14 @@ class PlannerStub(typing.Generic[_PlannerGetStateType, _PlannerWatchStateType, _
 
     Explain: _PlannerExplainType
     """One decision with what came of it: orders, starts with their segments, drains."""
+
+    Replay: _PlannerReplayType
+    """One decision taken again from its recorded inputs, compared field by field. A read."""
+
+    WhatIf: _PlannerWhatIfType
+    """What the last tick would have decided under changes of load, starts, fleet or policy. A read:
+    nothing is stored or ordered. An unknown key is refused with the list of keys.
+    """
 
     GetPolicy: _PlannerGetPolicyType
     """Policy in force, with version and digest."""
@@ -243,6 +299,14 @@ PlannerAsyncStub: typing_extensions.TypeAlias = PlannerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.planner_pb2.ExplainRequest,
         readyplane.v1.planner_pb2.ExplainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.ReplayRequest,
+        readyplane.v1.planner_pb2.ReplayResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.WhatIfRequest,
+        readyplane.v1.planner_pb2.WhatIfResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.planner_pb2.GetPolicyRequest,
@@ -292,6 +356,24 @@ class PlannerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[readyplane.v1.planner_pb2.ExplainResponse, collections.abc.Awaitable[readyplane.v1.planner_pb2.ExplainResponse]]:
         """One decision with what came of it: orders, starts with their segments, drains."""
+
+    @abc.abstractmethod
+    def Replay(
+        self,
+        request: readyplane.v1.planner_pb2.ReplayRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.planner_pb2.ReplayResponse, collections.abc.Awaitable[readyplane.v1.planner_pb2.ReplayResponse]]:
+        """One decision taken again from its recorded inputs, compared field by field. A read."""
+
+    @abc.abstractmethod
+    def WhatIf(
+        self,
+        request: readyplane.v1.planner_pb2.WhatIfRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.planner_pb2.WhatIfResponse, collections.abc.Awaitable[readyplane.v1.planner_pb2.WhatIfResponse]]:
+        """What the last tick would have decided under changes of load, starts, fleet or policy. A read:
+        nothing is stored or ordered. An unknown key is refused with the list of keys.
+        """
 
     @abc.abstractmethod
     def GetPolicy(

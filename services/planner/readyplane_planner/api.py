@@ -29,6 +29,13 @@ POLICY_EXAMPLE = {
     }
 }
 
+WHAT_IF_EXAMPLE = {
+    "load and starts": {
+        "summary": "twice the prompt length, starts of three minutes",
+        "value": {"isl": "2x", "tready": "180"},
+    }
+}
+
 
 class PauseBody(BaseModel):
     """Hold all targets, or let go."""
@@ -133,6 +140,19 @@ def _add_decisions(router: APIRouter, service: PlannerService) -> None:
     async def explain(decision_id: str) -> Response:
         """One decision with what came of it: orders, starts by segment, drains, and a sentence."""
         return _json(await service.explain(decision_id))
+
+    @router.get("/replay/{decision_id}")
+    async def replay(decision_id: str) -> Response:
+        """One decision taken again from its recorded inputs, compared field by field."""
+        return _json(await service.replay(decision_id))
+
+    @router.post("/what-if")
+    async def what_if(
+        changes: Annotated[dict[str, str], Body(openapi_examples=WHAT_IF_EXAMPLE)],
+        model: str = "",
+    ) -> Response:
+        """What the last tick would have decided under changes; nothing is stored or ordered."""
+        return _json(await service.what_if(changes, model=model))
 
 
 def _add_policy(router: APIRouter, service: PlannerService) -> None:

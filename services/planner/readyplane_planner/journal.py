@@ -16,6 +16,7 @@ import msgspec
 from readyplane.core.errors import Conflict, NotFound
 from readyplane.core.identity import digest_of_bytes
 from readyplane_planner.decide import Decision, Memory, Plan, decide
+from readyplane_planner.decide.follow import Brain
 from readyplane_planner.signals import Observation
 
 LIST_MAX = 10_000
@@ -249,19 +250,24 @@ def encode_inputs(inputs: Inputs) -> tuple[bytes, str]:
 
 def decode_inputs(data: bytes) -> Inputs:
     """The inputs of a record."""
-    return msgspec.json.decode(gzip.decompress(data), type=Inputs)
+    return msgspec.json.decode(plain_inputs(data), type=Inputs)
 
 
-def replay(record: Record) -> Decision:
+def plain_inputs(data: bytes) -> bytes:
+    """Their JSON, which the digest is of."""
+    return gzip.decompress(data)
+
+
+def replay(record: Record, *, brain: Brain = decide) -> Decision:
     """Decide again from what a record keeps; equal to the decision of then, bit for bit.
 
     Raises:
         NotFound: the record was kept without its inputs.
     """
-    return replayed(record)[0]
+    return replayed(record, brain=brain)[0]
 
 
-def replayed(record: Record) -> tuple[Decision, Memory, float]:
+def replayed(record: Record, *, brain: Brain = decide) -> tuple[Decision, Memory, float]:
     """(the decision, the memory after it, the planner's clock of then) of a record.
 
     Raises:
@@ -270,7 +276,7 @@ def replayed(record: Record) -> tuple[Decision, Memory, float]:
     if not record.inputs:
         raise NotFound("inputs of decision", record.decision_id, "get the record from the journal")
     inputs = decode_inputs(record.inputs)
-    decision, memory = decide(
+    decision, memory = brain(
         inputs.observation,
         inputs.plan,
         inputs.memory,

@@ -71,6 +71,13 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         answer = await self._service.explain(request.decision_id)
         return pb.ExplainResponse(explanation_json=dumps(answer), text=answer["text"])
 
+    async def Replay(self, request: pb.ReplayRequest, context: Context) -> pb.ReplayResponse:
+        return pb.ReplayResponse(replay_json=dumps(await self._service.replay(request.decision_id)))
+
+    async def WhatIf(self, request: pb.WhatIfRequest, context: Context) -> pb.WhatIfResponse:
+        answer = await self._service.what_if(dict(request.changes), model=request.model)
+        return pb.WhatIfResponse(what_if_json=dumps(answer), text=answer["text"])
+
     async def GetPolicy(
         self, request: pb.GetPolicyRequest, context: Context
     ) -> pb.GetPolicyResponse:

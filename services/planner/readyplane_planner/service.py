@@ -35,12 +35,21 @@ from readyplane_planner.journal import (
 from readyplane_planner.leadership import Leadership
 from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.outcomes import Follower, Judge
-from readyplane_planner.policy import Policy, make_plan, merged, pool_profiles, read_policy
+from readyplane_planner.policy import (
+    Policy,
+    as_stored,
+    make_plan,
+    merged,
+    pool_profiles,
+    read_policy,
+)
+from readyplane_planner.recall import recall
 from readyplane_planner.signals import Observation, RouterSample, observe, stands_still
 from readyplane_planner.sources import Look, LooksBeyond, Sources, allocations
 from readyplane_planner.starts import StartBook, samples_from
 from readyplane_planner.state import History, Seen, state_document, state_pools
 from readyplane_planner.takeover import Unfinished, adopted, heritage
+from readyplane_planner.whatif import read_changes, what_if
 from readyplane_planner.worktime import WorkerSeconds
 
 log = logging.getLogger(__name__)
@@ -144,6 +153,7 @@ class PlannerService:
         self._history = History()
         self._recent: deque[dict[str, Any]] = deque(maxlen=DECISIONS_SHOWN)
         self._last: Seen | None = None
+        self._inputs: Inputs | None = None
         self._plans: tuple[tuple[int, str, bool], Plan] | None = None
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
         self._kept_s: float | None = None
@@ -165,7 +175,7 @@ class PlannerService:
         stored = await self._journal.policy(self._policy.model)
         if stored is None:
             stored = await self._put(self._policy, expected_version=0)
-        self._use(read_policy(stored.document), stored.version)
+        self._use(read_policy(as_stored(stored.document)), stored.version)
         wall_s, now_s = self._clock.wall_s(), self._clock.monotonic_s()
         ready = await self._journal.outcomes(self._policy.model, "ready", limit=128)
         for outcome in reversed(ready):
@@ -238,6 +248,7 @@ class PlannerService:
         )
         self._memory = memory
         inputs = Inputs(observation, plan, before, now_s, decision_id)
+        self._inputs = inputs
         if leading:
             await self._record_and_act(decision, inputs, wall_s=wall_s)
         self._follower.calls(done, wall_s=wall_s)
@@ -309,6 +320,9 @@ class PlannerService:
     async def _take_over(self) -> None:
         """Go on where an earlier leader ended: its memory, and what it asked for and nobody did."""
         epoch, now_s = self._leadership.epoch, self._clock.monotonic_s()
+        stored = await self._journal.policy(self._policy.model)
+        if stored is not None and stored.version > self._version:
+            self._use(read_policy(as_stored(stored.document)), stored.version)
         left = await heritage(
             self._journal,
             self._policy.model,
@@ -537,6 +551,26 @@ class PlannerService:
         record, outcomes = await self._journal.get(decision_id)
         rows = [] if self._last is None else self._document(self._last)["workers"]
         return explanation(record, outcomes, {row["worker_id"]: row for row in rows})
+
+    async def replay(self, decision_id: str) -> dict[str, Any]:
+        """See the port."""
+        record, _outcomes = await self._journal.get(decision_id)
+        return recall(record)
+
+    async def what_if(self, changes: Mapping[str, str], *, model: str = "") -> dict[str, Any]:
+        """See the port. Asked of the inputs of the last tick; raises Unavailable before the first."""
+        self._check(model)
+        if self._inputs is None:
+            raise Unavailable("the planner has not looked yet", "ask again in a moment")
+        plan = self._inputs.plan
+        return what_if(
+            self._inputs,
+            read_changes(changes),
+            policy=self._policy,
+            plan_of=lambda policy: make_plan(
+                policy, version=plan.version, manifest_digest=plan.manifest_digest
+            ),
+        )
 
     # ------------------------------------------------------------------ policy
 
