@@ -12,6 +12,7 @@ from readyplane.core.worker import Role, WorkerState
 from readyplane_planner.decide import Decision, Memory, Plan
 from readyplane_planner.decide.follow import Targets, count_pools, follow
 from readyplane_planner.policy import make_plan
+from readyplane_planner.rollout import Rules
 from readyplane_planner.signals import (
     Allocation,
     Kind,
@@ -190,7 +191,7 @@ def test_paused_holds_whatever_the_rule_wants(targets: Targets) -> None:
 
 def test_the_surge_of_a_roll_out_is_not_cancelled_as_surplus() -> None:
     _first, memory = followed(Targets(2, 2), seen(fleet(2, 2)))
-    rolling = plan_of(manifest_digest=OTHER)
+    rolling = plan_of(manifest_digest=OTHER, rollout=Rules(samples_min=0))
     surge, memory = followed(Targets(2, 2), seen(fleet(2, 2)), rolling, memory)
     assert sorted(acts(surge)[0]) == ["decode", "prefill"]
     again, memory = followed(Targets(2, 2), seen(fleet(2, 2)), rolling, memory)

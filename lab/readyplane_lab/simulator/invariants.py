@@ -163,7 +163,8 @@ def targets_are_in_bounds(decision: Decision, plan: Plan) -> None:
         pool, limits = decision.pool(name), plan.pool(name).limits
         orders = sum(order.pool == name for order in decision.orders)
         most = max(limits.high, pool.counts.live)
-        if not limits.low <= pool.target <= most or pool.counts.live + orders > most + plan.surge:
+        beside = most + plan.rollout.surge
+        if not limits.low <= pool.target <= most or pool.counts.live + orders > beside:
             _hold(
                 False,
                 "a target is out of bounds",

@@ -24,6 +24,7 @@ from readyplane_planner.capacity import Combine
 from readyplane_planner.decide import Plan, PoolPlan
 from readyplane_planner.forecast import Knobs
 from readyplane_planner.guard import Limits
+from readyplane_planner.rollout import Asked, Rules
 from readyplane_planner.signals import Priors
 
 WINDOW_S_DEFAULT = 10.0
@@ -131,6 +132,40 @@ class LengthPolicy(_Strict):
     osl: float = Field(default=256.0, ge=1.0, le=1e6)
 
 
+class AskedPolicy(_Strict):
+    """The last wish of a person about a roll-out; `readyplane rollout` writes it."""
+
+    id: str = Field(min_length=1, max_length=64)
+    action: Literal["go", "pause", "resume", "undo"]
+    by: str = Field(default="", max_length=200)
+    at_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+
+
+class RolloutPolicy(_Strict):
+    """How one generation takes the place of another.
+
+    Attributes:
+        surge: workers of each pool that start beside those it shall have. pause_on: what a person
+            decides about (attainment: it does worse; starts: they fail; unknown: no evidence and no
+            progress for `patience_s`); what is not named is rolled back at once.
+        rollback_below: it does worse when its share of attained requests is surely below that part
+            of what the old one attains. samples_min: requests that make a share, 0 asks for none.
+        verify_s: the new generation serves alone that long before it is done.
+        starts_failed_max: starts that fail in a row. asked: what a person wants, once.
+    """
+
+    surge: int = Field(default=1, ge=1, le=8)
+    pause_on: tuple[Literal["attainment", "starts", "unknown"], ...] = Field(
+        default=("unknown",), strict=False
+    )
+    rollback_below: float = Field(default=0.9, ge=0.0, le=1.0)
+    verify_s: Seconds = 60.0
+    samples_min: int = Field(default=20, ge=0, le=100_000)
+    starts_failed_max: int = Field(default=3, ge=1, le=100)
+    patience_s: Positive = 600.0
+    asked: AskedPolicy | None = None
+
+
 class Policy(_Strict):
     """Everything a person may want of one model's fleet.
 
@@ -141,7 +176,7 @@ class Policy(_Strict):
             before it may be drained. warm_worker_s: its speed is not learned from before that.
         eta_bound_factor: a start is given up after so many P99 of T_ready. orphan_s: an allocation
             without a lease is given back after that. backoff_s: first pause after a failed start.
-        budget_gpus: of both pools together, null for none. surge: extra workers in a roll-out.
+        budget_gpus: of both pools together, null for none.
     """
 
     model: str = Field(min_length=1)
@@ -168,7 +203,7 @@ class Policy(_Strict):
     drain_deadline_s: Positive = 300.0
     budget_gpus: int | None = Field(default=None, ge=1)
     start_mode: Literal["eager", "jit", "aot"] = "jit"
-    surge: int = Field(default=1, ge=1, le=8)
+    rollout: RolloutPolicy = RolloutPolicy()
     paused: bool = False
 
     @property
@@ -295,7 +330,7 @@ def make_plan(
         drain_deadline_s=policy.drain_deadline_s,
         budget_gpus=policy.budget_gpus,
         start_mode=policy.start_mode,
-        surge=policy.surge,
+        rollout=_rollout(policy.rollout),
         manifest_digest=manifest_digest,
         paused=policy.paused,
         digest=policy.digest,
@@ -327,6 +362,28 @@ def _pool(
         backoff_s=policy.backoff_s,
     )
     return PoolPlan(limits, pool.worker_class, profile, convertible_tpot_s=tpot_s)
+
+
+def _rollout(policy: RolloutPolicy) -> Rules:
+    asked = policy.asked
+    return Rules(
+        surge=policy.surge,
+        pause_on=tuple(policy.pause_on),
+        rollback_below=policy.rollback_below,
+        verify_s=policy.verify_s,
+        samples_min=policy.samples_min,
+        starts_failed_max=policy.starts_failed_max,
+        patience_s=policy.patience_s,
+        asked=None if asked is None else Asked(asked.id, asked.action, asked.by, asked.at_s),
+    )
+
+
+def as_stored(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored policy with each field where it stands today: `surge` was at the top once."""
+    moved = dict(document)
+    if "surge" in moved:
+        moved["rollout"] = {"surge": moved.pop("surge"), **(moved.get("rollout") or {})}
+    return moved
 
 
 def _cross_check(policy: Policy) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.errors import ReadyplaneError
-from readyplane_planner import guard
+from readyplane_planner import guard, rollout
 from readyplane_planner.decide import Decision, Drain, Memory, Release, StartOrder
 from readyplane_planner.journal import Journal, Outcome, Record, replayed
 
@@ -89,7 +89,7 @@ async def heritage(
     lost: list[Outcome] = []
     for place, (record, outcomes) in enumerate(found):
         age_s = max(0.0, wall_s - record.create_s)
-        if age_s > AGE_S_MAX:
+        if age_s > AGE_S_MAX and place:
             break
         try:
             decision, after, decided_s = replayed(record)
@@ -98,6 +98,12 @@ async def heritage(
             continue
         if place == 0:
             memory = moved(after, now_s - age_s - decided_s)
+            if age_s > AGE_S_MAX:
+                # A roll-out stays where it was, however long nobody led: paused, or rolled back.
+                memory = Memory(
+                    generation=memory.generation, rollout=memory.rollout, numbered=memory.numbered
+                )
+                break
         if memory is None:
             break
         left = unfinished(decision, outcomes, memory)
@@ -173,6 +179,7 @@ def moved(memory: Memory, by_s: float) -> Memory:
         draining=tuple((name, since_s + by_s) for name, since_s in memory.draining),
         suspects=(),
         last_s=None,
+        rollout=rollout.moved(memory.rollout, by_s),
     )
 
 

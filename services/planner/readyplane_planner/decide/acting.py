@@ -63,7 +63,7 @@ def act(
         if not plan.paused:
             acted.releases.extend(pool.releases)
         grow, shrink = verdict.grow, verdict.shrink
-        if grow and not step.grow.digest:
+        if grow and not (plan.manifest_digest and step.grow.digest):
             reasons.append(Reason("artifact_unknown", "no artifact to start from", pool.name))
             grow = 0
         _order(acted, pool.name, grow, step.grow, plan, decision_id, now_s=now_s)

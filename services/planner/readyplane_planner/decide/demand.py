@@ -294,7 +294,7 @@ def _learn(
 
 
 def sequences_ahead(
-    observation: Observation, model: Needs, *, prefill_workers: int, within_s: float
+    observation: Observation, model: Needs, *, prefill_workers: float, within_s: float
 ) -> float:
     """Sequences that D has to hold: those it decodes, and those P can hand over in that time.
 
@@ -303,5 +303,5 @@ def sequences_ahead(
     """
     decoding = observation.decoding.get()
     waiting = max(0.0, observation.in_flight.get(decoding) - decoding)
-    most = max(1, prefill_workers) * model.model_p.rate * within_s / model.uncached
+    most = (prefill_workers or 1) * model.model_p.rate * within_s / model.uncached
     return decoding + min(waiting, most)

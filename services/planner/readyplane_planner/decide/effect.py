@@ -89,7 +89,7 @@ def _load_then(
     plan: Plan, model: demand.Needs, pool: Pool, seen: Forecasts, change: int
 ) -> float | None:
     """Predicted latency over target once the change is there, at the demand's bound."""
-    count = max(0, len(pool.ready) + len(pool.coming) + change)
+    count = max(0.0, pool.live_worth - sum(map(pool.worth_of, pool.waiting)) + change)
     if pool.name == "prefill":
         if seen.ttft is None:
             return None

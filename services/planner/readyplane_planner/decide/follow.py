@@ -14,7 +14,7 @@ from typing import Protocol
 
 from readyplane_planner import guard
 from readyplane_planner.capacity import Load
-from readyplane_planner.decide import acting, judging
+from readyplane_planner.decide import acting, rolling
 from readyplane_planner.decide.pools import Pool, census, eta_s, not_draining
 from readyplane_planner.decide.values import (
     POOLS,
@@ -108,7 +108,7 @@ def follow(
         census("prefill", observation, plan, memory, now_s=now_s),
         census("decode", observation, plan, memory, now_s=now_s),
     )
-    counts = (_counts(pools[0], plan, memory), _counts(pools[1], plan, memory))
+    counts = (_counts(pools[0], memory), _counts(pools[1], memory))
     wanted = (targets.prefill, targets.decode)
     limits = (plan.prefill.limits, plan.decode.limits)
     before = [memory.guard(name).desired for name in POOLS]
@@ -160,13 +160,14 @@ def follow(
         drains=tuple(acted.drains),
         releases=tuple(acted.releases),
         why=tuple(said),
+        rollout=acted.rollout,
     )
     return decision, memory
 
 
-def _counts(pool: Pool, plan: Plan, memory: Memory) -> Counts:
+def _counts(pool: Pool, memory: Memory) -> Counts:
     """A roll-out's extra workers stand beside the target here too."""
-    return judging.without_surge(pool.counts(backlog=False, breach=False), pool, plan, memory)
+    return rolling.without_surge(pool.counts(backlog=False, breach=False), pool, memory)
 
 
 def _verdict(want: int | None, count: Counts, limits: Limits) -> Verdict:

@@ -29,10 +29,10 @@ def counts(
 ) -> tuple[Counts, Counts]:
     """Counts for the guard; a queue that the TTFT target has no room for is a backlog (B23)."""
     slack_s = max(0.0, plan.ttft_s - model.model_p.own_s)
-    most = max(1, len(pools[0].ready)) * model.model_p.rate * slack_s * 0.5
+    most = (pools[0].ready_worth or 1) * model.model_p.rate * slack_s * 0.5
     waiting = observation.queue.known and observation.queue.get() > most
     sequences = seen.sequences
-    full = max(1, len(pools[1].ready)) * model.model_d.sequences_at(plan.tpot_s)
+    full = (pools[1].ready_worth or 1) * model.model_d.sequences_at(plan.tpot_s)
     breach_p, breach_d = outlook.breaches(observation, plan, model, pools, seen)
     counts_p = pools[0].counts(backlog=waiting, breach=breach_p)
     counts_d = pools[1].counts(backlog=sequences > full > 0, breach=breach_d)

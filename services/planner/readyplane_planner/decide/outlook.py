@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from readyplane_planner import capacity
 from readyplane_planner.capacity import Load, Prediction, Supply
 from readyplane_planner.decide import demand
-from readyplane_planner.decide.pools import Pool, eta_s
+from readyplane_planner.decide.pools import Pool, eta_s, quantiles_of
 from readyplane_planner.decide.values import Plan
 from readyplane_planner.signals import Observation
 
@@ -40,7 +40,7 @@ def predict(observation: Observation, plan: Plan, model: demand.Needs, pools: Bo
     sequences = demand.sequences_ahead(
         observation,
         model,
-        prefill_workers=len(pools[0].ready),
+        prefill_workers=pools[0].ready_worth,
         within_s=model.work_d.horizon_s,
     )
     if observation.queue.known and observation.prefill_work.known:
@@ -97,7 +97,7 @@ def breaches(
     """
     if not (observation.queue.known and observation.decoding.known):
         return False, False
-    ready_p, ready_d = len(pools[0].ready), len(pools[1].ready)
+    ready_p, ready_d = pools[0].ready_worth, pools[1].ready_worth
     if seen.ttft is not None and not pools[0].coming:
         ttft_s = seen.ttft.low_s
     else:
@@ -127,6 +127,12 @@ def breaches(
 
 def _supply(pool: Pool, observation: Observation) -> Supply:
     """Workers that are there, and when the pending ones are expected, cautiously."""
-    quantiles = observation.t_ready[pool.name]
-    etas = sorted(eta_s(c.age_s, quantiles, late=True) for c in pool.coming)
-    return Supply(len(pool.ready), tuple(etas))
+    if not pool.worth:
+        quantiles = observation.t_ready[pool.name]
+        etas = sorted(eta_s(c.age_s, quantiles, late=True) for c in pool.coming)
+        return Supply(len(pool.ready), tuple(etas))
+    found = sorted(
+        (eta_s(c.age_s, quantiles_of(observation, pool.name, c), late=True), pool.worth_of(c))
+        for c in pool.coming
+    )
+    return Supply(pool.ready_worth, tuple(e for e, _ in found), tuple(w for _, w in found))

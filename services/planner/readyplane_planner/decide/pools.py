@@ -6,11 +6,19 @@ arriving capacity until the bound of its ETA has passed, then no more (B20, B36)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import WorkerState
-from readyplane_planner.decide.values import ROLE_OF, Memory, OpenOrder, Plan, Release
+from readyplane_planner.decide.values import (
+    ROLE_OF,
+    Memory,
+    OpenOrder,
+    Plan,
+    Release,
+    start_key,
+)
 from readyplane_planner.guard import Counts
 from readyplane_planner.signals import Allocation, Observation, WorkerView
 
@@ -27,11 +35,16 @@ class Coming:
     digest: str = ""
     number: int = 0
     attached: bool = False
+    worker_class: str = ""
+    mode: str = ""
 
 
 @dataclass(slots=True)
 class Pool:
-    """The members of one pool by what they are. Built here, read-only afterwards."""
+    """The members of one pool by what they are. Built here, read-only afterwards.
+
+    `worth`: reference workers by "class/mode", where there is more than one; see `mixing`.
+    """
 
     name: str
     ready: list[WorkerView] = field(default_factory=list)
@@ -44,6 +57,23 @@ class Pool:
     releases: list[Release] = field(default_factory=list)
     suspects: list[str] = field(default_factory=list)
     became_ready: int = 0
+    worth: Mapping[str, float] = field(default_factory=dict)
+
+    def worth_of(self, member: WorkerView | Coming) -> float:
+        """Workers of the reference class that a member is worth."""
+        return self.worth.get(f"{member.worker_class}/{member.mode}", 1.0) if self.worth else 1.0
+
+    @property
+    def ready_worth(self) -> float:
+        """What the ready are worth."""
+        return sum(map(self.worth_of, self.ready)) if self.worth else len(self.ready)
+
+    @property
+    def live_worth(self) -> float:
+        """What `live` is worth."""
+        if not self.worth:
+            return self.live
+        return sum(map(self.worth_of, (*self.ready, *self.coming, *self.waiting)))
 
     @property
     def waiting(self) -> list[WorkerView]:
@@ -65,6 +95,12 @@ class Pool:
             backlog=backlog,
             breach=breach,
         )
+
+
+def quantiles_of(observation: Observation, pool: str, member: Coming) -> StartQuantiles:
+    """T_ready of a start as it was ordered, where classes and modes are told apart."""
+    key = start_key(pool, member.worker_class, member.mode)
+    return observation.t_ready.get(key, observation.t_ready[pool])
 
 
 def eta_s(age_s: float, quantiles: StartQuantiles, *, late: bool) -> float:
@@ -111,6 +147,11 @@ def census(
         served=set(memory.served),
         suspects=dict(memory.suspects),
         bound_s=observation.t_ready[name].p99_s * plan.eta_bound_factor,
+        bounds_s={
+            key: starts.p99_s * plan.eta_bound_factor
+            for key, starts in observation.t_ready.items()
+            if key.startswith(f"{name}/")
+        },
         orphan_s=plan.orphan_s,
         fleet_known=observation.fleet_known,
         now_s=now_s,
@@ -129,7 +170,11 @@ def census(
             continue
         age_s = now_s - order.ordered_s
         if not observation.allocations_known or age_s < plan.order_grace_s:
-            pool.coming.append(Coming(worker_id, age_s, plan.manifest_digest))
+            digest = order.digest or plan.manifest_digest
+            number, worker_class = order.number, order.worker_class
+            pool.coming.append(
+                Coming(worker_id, age_s, digest, number, False, worker_class, order.mode)
+            )
         else:
             pool.failed.append(worker_id)
     refused = {r.worker_id for r in observation.refused if r.pool == name} & view.orders.keys()
@@ -151,9 +196,15 @@ class _View:
     served: set[str]
     suspects: dict[str, float]
     bound_s: float
+    bounds_s: Mapping[str, float]
     orphan_s: float
     fleet_known: bool
     now_s: float
+
+    def bound_of(self, name: str, member: WorkerView | Allocation) -> float:
+        """Seconds after which a start is overdue."""
+        key = start_key(name, member.worker_class, member.mode)
+        return self.bounds_s.get(key, self.bound_s) if self.bounds_s else self.bound_s
 
     def given_up(self, worker_id: str) -> bool:
         """Suspect for longer than the bound, while the router could be asked."""
@@ -189,17 +240,23 @@ def _place(pool: Pool, worker: WorkerView, allocation: Allocation | None, view: 
     elif order is not None:
         age_s = view.now_s - order.ordered_s
     coming = Coming(
-        worker.worker_id, age_s, worker.manifest_digest, worker.generation, worker.attached
+        worker.worker_id,
+        age_s,
+        worker.manifest_digest,
+        worker.generation,
+        worker.attached,
+        worker.worker_class,
+        worker.mode,
     )
     if worker.failure or (allocation is not None and allocation.state in ENDED):
         pool.failed.append(worker.worker_id)
         why = worker.failure or allocation_end(allocation)
         if allocation is not None and allocation.state not in ENDED:
             pool.releases.append(Release(worker.worker_id, pool.name, f"start failed: {why}"))
-    elif age_s > view.bound_s:
+    elif age_s > (bound_s := view.bound_of(pool.name, worker)):
         pool.overdue.append(coming)
         if allocation is not None:
-            text = f"not ready after {age_s:.1f} s, bound {view.bound_s:.1f} s"
+            text = f"not ready after {age_s:.1f} s, bound {bound_s:.1f} s"
             pool.releases.append(Release(worker.worker_id, pool.name, text))
     else:
         pool.coming.append(coming)
@@ -217,7 +274,13 @@ def _without_lease(pool: Pool, allocation: Allocation, view: _View) -> None:
             pool.failed.append(worker_id)
         return
     coming = Coming(
-        worker_id, allocation.allocated_ago_s, allocation.manifest_digest, allocation.generation
+        worker_id,
+        allocation.allocated_ago_s,
+        allocation.manifest_digest,
+        allocation.generation,
+        False,
+        allocation.worker_class,
+        allocation.mode,
     )
     if worker_id in view.draining:
         pool.overdue.append(coming)
@@ -225,7 +288,9 @@ def _without_lease(pool: Pool, allocation: Allocation, view: _View) -> None:
             why = "drained and gone from the router"
             pool.releases.append(Release(worker_id, pool.name, why))
         return
-    if worker_id not in view.served and allocation.allocated_ago_s <= view.bound_s:
+    if worker_id not in view.served and allocation.allocated_ago_s <= view.bound_of(
+        pool.name, allocation
+    ):
         pool.coming.append(coming)
         return
     pool.suspects.append(worker_id)

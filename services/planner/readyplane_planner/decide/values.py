@@ -19,6 +19,7 @@ from readyplane_planner.rollout import Generation, Rollout, Rules, Told
 from readyplane_planner.signals import Signal
 
 POOLS = ("prefill", "decode")
+MODE_DEFAULT = "jit"
 ROLE_OF = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
 
@@ -63,9 +64,19 @@ class PoolPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One machine where workers may start: its GPUs, and the classes it holds (none: any)."""
+
+    name: str
+    gpus: int
+    classes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The policy in the words of the brains (see policy.py for each field), plus what it resolved
-    to: `manifest_digest` of the artifact that new workers serve, empty when it is not known.
+    to: `manifest_digest` of the artifact that new workers serve, empty when it is not known, and
+    `compiled`, the start modes for which the registry holds compile artifacts.
     """
 
     model: str
@@ -94,13 +105,20 @@ class Plan:
     budget_gpus: int | None
     start_mode: str
     manifest_digest: str = ""
-    rollout: Rules = Rules()
+    compiled: tuple[str, ...] = ()
+    nodes: tuple[NodePlan, ...] = ()
+    rollout: Rules = field(default_factory=Rules)
     paused: bool = False
     digest: str = ""
 
     def pool(self, name: str) -> PoolPlan:
         """By pool name."""
         return self.prefill if name == "prefill" else self.decode
+
+
+def start_key(pool: str, worker_class: str, mode: str) -> str:
+    """Where an observation keeps the quantiles of such a start, where they are told apart."""
+    return f"{pool}/{worker_class}/{mode}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +172,8 @@ class Memory:
         work_p, work_d: forecast series. orders: open. draining: (worker id, since).
         served: ids that were ready once, so that a lost lease is not taken for a start.
         suspects: (worker id, since): no lease or no progress although an allocation runs.
-        denied: classes whose orders are refused. generation: of new workers. rollout: where it is.
+        denied: classes whose orders are refused. lives: (pool, seconds) that the workers given up
+            last had served. generation: of new workers. rollout: where it is.
         last_s: clock of the last decision. numbered: worker names given so far.
         fallbacks: how often the optimiser failed. overrides: guard rules that changed a target.
     """
@@ -178,6 +197,7 @@ class Memory:
     overrides: Mapping[str, int] = field(default_factory=dict)
     bad_samples: int = 0
     denied: tuple[Denied, ...] = ()
+    lives: tuple[tuple[str, float], ...] = ()
 
     def guard(self, pool: str) -> PoolMemory:
         """The guard's memory of a pool."""
@@ -186,7 +206,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """One worker to be started."""
+    """One worker to be started.
+
+    Attributes:
+        nodes: where it would serve soonest, the best first; empty for no preference.
+        why: why this class, mode and node; empty where there was no choice.
+    """
 
     worker_id: str
     pool: str
@@ -195,6 +220,17 @@ class StartOrder:
     generation: int
     mode: str
     convertible_tpot_s: float = 0.0
+    nodes: tuple[str, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """An artifact that should lie on a node before a worker starts there (R8.3)."""
+
+    digest: str
+    node: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +313,7 @@ class Decision:
         candidates: pairs of targets that were weighed, the proposed one first, with their costs.
         binding: the reasons of `why` that kept the targets from what was wanted.
         expected: of each pool that changes, what capacity comes when and what load follows.
+        placements: artifacts that should lie where the next workers are expected to start.
         rollout: where the roll-out is.
     """
 
@@ -299,7 +336,8 @@ class Decision:
     candidates: tuple[Candidate, ...] = ()
     binding: tuple[Reason, ...] = ()
     expected: tuple[Expected, ...] = ()
-    rollout: Told = Told()
+    placements: tuple[Placement, ...] = ()
+    rollout: Told = field(default_factory=Told)
 
     @property
     def changed(self) -> bool:

@@ -10,6 +10,7 @@ from readyplane_planner.signals.samples import check
 from readyplane_planner.signals.values import (
     SHRINK_NEEDS,
     Allocation,
+    GenerationEnds,
     Kind,
     Latency,
     Lengths,
@@ -24,6 +25,7 @@ from readyplane_planner.signals.values import (
 __all__ = [
     "SHRINK_NEEDS",
     "Allocation",
+    "GenerationEnds",
     "Kind",
     "Latency",
     "Lengths",

@@ -114,6 +114,7 @@ def observe(
         t_ready=dict(t_ready),
         bad=tuple(bad),
         dead_series=dead,
+        generations=samples.generations(previous, current),
         degraded="" if current is None else current.degraded,
         dt_s=dt_s if rated else 0.0,
         extra={name: signal for name, signal in read.items() if name not in laid.OWN},

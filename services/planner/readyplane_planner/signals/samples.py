@@ -10,7 +10,13 @@ import math
 from collections.abc import Sequence
 
 from readyplane.core.work import ISL_EDGES, OSL_EDGES
-from readyplane_planner.signals.values import Latency, Lengths, Priors, RouterSample
+from readyplane_planner.signals.values import (
+    GenerationEnds,
+    Latency,
+    Lengths,
+    Priors,
+    RouterSample,
+)
 
 HUGE = 1e15
 """No counter, gauge or latency of one model is larger; what is larger is a broken sample (B01)."""
@@ -66,6 +72,30 @@ def difference(
         bad.append(f"{name}={value:.0f} after {base:.0f} in one life")
         return None
     return None if base is None else value - base
+
+
+def generations(
+    previous: RouterSample | None, current: RouterSample | None
+) -> tuple[GenerationEnds, ...] | None:
+    """How requests of each generation ended between two samples of one life; None if not known."""
+    if previous is None or current is None or previous.incarnation != current.incarnation:
+        return None
+    if previous.generations is None or current.generations is None:
+        return None
+    before = {g.digest: g for g in previous.generations}
+    found = []
+    for now in current.generations:
+        old = before.get(now.digest, GenerationEnds(now.digest))
+        grown = (
+            now.finished - old.finished,
+            now.attained - old.attained,
+            now.failed - old.failed,
+        )
+        if min(grown) < 0:
+            return None  # a counter that went back tells nothing (B15)
+        if any(grown):
+            found.append(GenerationEnds(now.digest, *grown))
+    return tuple(found)
 
 
 def rates(

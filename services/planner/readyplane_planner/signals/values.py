@@ -63,6 +63,21 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationEnds:
+    """Requests of one generation by how they ended; of a sample since the router began.
+
+    Attributes:
+        digest: artifact of the pair that served them. finished: with all their tokens. attained: of
+            those, with both targets met. failed: lost by a worker of that generation.
+    """
+
+    digest: str
+    finished: int = 0
+    attained: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSample:
     """One answer of the router, stamped on receipt with the planner's own clock (B155).
 
@@ -71,6 +86,7 @@ class RouterSample:
         model_known: whether the router listed the model at all; an empty answer is no zero (B02).
         counters, gauges: by name. latency: ttft_actual, ttft_predicted, tpot_actual, ...
         length_counts: joint ISL x OSL counts. workers: of this model only (B10).
+        generations: ends by artifact; None where the router does not tell.
         degraded: why the router's view may be old.
         engines: what engines told beside the router (by worker and incarnation).
         by_targets: no router answered: the fleet is that of the engines that were read, and there
@@ -86,6 +102,7 @@ class RouterSample:
     latency: Mapping[str, Latency] = field(default_factory=dict)
     length_counts: Sequence[Sequence[float]] = ()
     workers: tuple[Worker, ...] = ()
+    generations: tuple[GenerationEnds, ...] | None = None
     degraded: str = ""
     engines: tuple[EngineSample, ...] = ()
     by_targets: bool = False
@@ -197,6 +214,7 @@ class Observation:
         fleet_known: whether the router's fleet is fresh; allocations_known: the actuator's list.
         refused: orders and drains that were not taken since the last observation.
         t_ready: start quantiles by pool. bad: refused samples. dead_series: ignored worker series.
+        generations: ends of requests since the last sample by artifact, None when not known.
         extra: signals that queries were configured for, beside those above; one that is not known
             holds a pool as any other does (B05). silent: sources that did not answer, and why.
         dt_s: seconds that the rates cover, 0 when there is no rate.
@@ -224,6 +242,7 @@ class Observation:
     t_ready: Mapping[str, StartQuantiles] = field(default_factory=dict)
     bad: tuple[str, ...] = ()
     dead_series: int = 0
+    generations: tuple[GenerationEnds, ...] | None = None
     degraded: str = ""
     dt_s: float = 0.0
     extra: Mapping[str, Signal] = field(default_factory=dict)

@@ -1,0 +1,453 @@
+"""One tick of a roll-out: what happened, which phase follows, who comes and who goes.
+
+Owns the reading of events out of what is seen, and what each phase asks for. The table says which
+phase follows, `moves` who may go, `health` how the new generation does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from readyplane_planner.rollout import health, moves
+from readyplane_planner.rollout.health import Finding, Health
+from readyplane_planner.rollout.table import Event, follow
+from readyplane_planner.rollout.values import (
+    ACTIVE,
+    HELD,
+    RESTING,
+    Evidence,
+    Facts,
+    Generation,
+    Member,
+    Phase,
+    Rollout,
+    Rules,
+    Sides,
+    Stage,
+    Step,
+    Told,
+)
+
+SHORT = 15
+BLIND_S = 30.0
+WISHES = {
+    "pause": Event.PAUSE,
+    "resume": Event.RESUME,
+    "undo": Event.UNDO,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The tick's outcome: what to do, the state, the generation of new workers, and all in words."""
+
+    step: Step
+    state: Rollout
+    generation: Generation
+    told: Told
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the brain reads from."""
+
+    sides: Sides
+    facts: Facts
+    rules: Rules
+    generation: Generation
+    promised: float
+    now_s: float
+
+    def old(self, goal: str) -> int:
+        """Workers of other generations, those who drain not counted."""
+        p, d = moves.others(self.sides, goal)
+        return len(p) + len(d)
+
+    def leaving(self, goal: str) -> int:
+        """Workers of other generations who drain."""
+        return sum(x not in ("", goal) for side in self.sides for x in side.leaving)
+
+
+def advance(
+    state: Rollout,
+    generation: Generation,
+    sides: Sides,
+    facts: Facts,
+    rules: Rules,
+    *,
+    promised: float,
+    now_s: float,
+) -> Turn:
+    """One tick.
+
+    Args:
+        generation: of new workers so far. promised: share of requests that the policy promises to
+            meet both targets. now_s: planner's monotonic clock.
+    """
+    if facts.known:
+        generation = _established(generation, sides, facts.wanted)
+    if facts.hold or not generation.digest:
+        first = generation if generation.digest else Generation(facts.wanted, 1)
+        step = Step(first, state.goal, owns=state.phase not in RESTING)
+        return Turn(step, state, generation, _told(state, None, sides, state.phase))
+    seen = _Seen(sides, facts, rules, generation, promised, now_s)
+    left = state.phase
+    state, finding = _watched(_counted_on(state, seen), seen)
+    event, why = _event(state, seen, finding)
+    if event is not None:
+        state = _entered(state, event, why, seen)
+    if rules.asked is not None and rules.asked.id != state.asked and facts.known:
+        state = replace(state, asked=rules.asked.id)
+    step = _step(state, seen, finding)
+    if state.phase in RESTING:
+        generation = state.goal if state.goal.digest else generation
+    else:
+        generation = step.grow
+    return Turn(step, state, generation, _told(state, finding, sides, left))
+
+
+def _established(generation: Generation, sides: Sides, wanted: str) -> Generation:
+    """What runs already, for a planner that has just begun; else what is wanted."""
+    if generation.digest:
+        return generation
+    running = Counter((m.digest, m.number) for side in sides for m in side.members if m.digest)
+    if running:
+        (digest, number), _count = max(running.items(), key=lambda item: (item[1], item[0]))
+        return Generation(digest, number)
+    return Generation(wanted, 1) if wanted else generation
+
+
+def moved(state: Rollout, by_s: float) -> Rollout:
+    """The same state on a clock that is ahead by that."""
+
+    def at(then_s: float | None) -> float | None:
+        return None if then_s is None else then_s + by_s
+
+    return replace(
+        state,
+        begun_s=at(state.begun_s),
+        since_s=at(state.since_s),
+        progress_s=at(state.progress_s),
+        ticked_s=at(state.ticked_s),
+        idle_since_s=None,
+        evidence=replace(state.evidence, since_s=at(state.evidence.since_s)),
+    )
+
+
+# ------------------------------------------------------------------ what is seen
+
+
+def _counted_on(state: Rollout, seen: _Seen) -> Rollout:
+    """Time in which nothing was known, or somebody else decided, is nobody's lack of progress."""
+    facts, now_s = seen.facts, seen.now_s
+    if not facts.known:
+        return state
+    before_s = now_s if state.ticked_s is None else state.ticked_s
+    blind_s = now_s - before_s
+    if blind_s > max(BLIND_S, 3.0 * facts.tick_s) and state.progress_s is not None:
+        state = replace(state, progress_s=state.progress_s + blind_s, idle_since_s=None)
+    return replace(state, ticked_s=now_s)
+
+
+def _watched(state: Rollout, seen: _Seen) -> tuple[Rollout, Finding | None]:
+    """The state with the evidence and the counts of this tick, and what they say."""
+    facts, rules, now_s = seen.facts, seen.rules, seen.now_s
+    if state.phase in RESTING:
+        # What the running generation attains is what the next one is compared with.
+        evidence = health.gather(state.evidence, facts.tallies, "", rules, now_s=now_s)
+        return replace(state, evidence=evidence), None
+    idle_since_s = state.idle_since_s
+    idle_since_s = (now_s if idle_since_s is None else idle_since_s) if facts.idle else None
+    goal = state.goal.digest
+    evidence = health.gather(state.evidence, facts.tallies, goal, rules, now_s=now_s)
+    failures = [
+        0 if side.came else before + side.failed
+        for before, side in zip(state.failures, seen.sides, strict=True)
+    ]
+    state = replace(
+        state,
+        evidence=evidence,
+        idle_since_s=idle_since_s,
+        failures=(failures[0], failures[1]),
+    )
+    serving = moves.serving(seen.sides, goal).get(goal, [0, 0])
+    came = (seen.old(goal) + seen.leaving(goal), sum(serving))
+    best = state.best
+    if facts.known and (best is None or came[0] < best[0] or came[1] > best[1]):
+        best = came if best is None else (min(came[0], best[0]), max(came[1], best[1]))
+        state = replace(state, best=best, progress_s=now_s)
+    return state, health.judge(evidence, rules, promised=seen.promised)
+
+
+def _event(state: Rollout, seen: _Seen, finding: Finding | None) -> tuple[Event | None, str]:
+    """The weightiest thing that happened, and why in words."""
+    asked = seen.rules.asked
+    if asked is not None and asked.id != state.asked:
+        wish = WISHES.get(asked.action)
+        if wish is not None and _means(state, wish):
+            return wish, f"{asked.by or 'somebody'} asked to {asked.action}"
+    if not seen.facts.known:
+        return None, ""
+    begins = _begins(state, seen)
+    if begins:
+        return Event.BEGIN, begins
+    if state.phase is Phase.ROLLED_BACK and seen.old(state.goal.digest):
+        return Event.BAD, f"workers of {_short(state.to)} are there"
+    if state.phase not in ACTIVE or finding is None:
+        return None, ""
+    troubles = _troubles(state, seen, finding)
+    if troubles:
+        what, why = troubles
+        back = state.phase is Phase.ROLLING_BACK
+        person = not back and (what in seen.rules.pause_on or not state.before.digest)
+        return Event.HALT if person else Event.BAD, why
+    return _progress(state, seen, finding)
+
+
+def _means(state: Rollout, wish: Event) -> bool:
+    """Whether a wish means anything now."""
+    if wish is Event.UNDO and not state.before.digest:
+        return False
+    return follow(state.phase, wish, state.resumes) is not None
+
+
+def _begins(state: Rollout, seen: _Seen) -> str:
+    """Why another roll-out begins now; empty when none does."""
+    wanted, asked = seen.facts.wanted, seen.rules.asked
+    again = asked is not None and asked.id != state.asked and asked.action == "go"
+    if not wanted:
+        return ""
+    who = f"{asked.by or 'somebody'} asked for it" if again and asked is not None else ""
+    if state.phase in RESTING:
+        if wanted != seen.generation.digest:
+            if wanted == state.rejected and not again:
+                return ""
+            return who or "policy or tag name another artifact"
+        old = seen.old(wanted)
+        return f"{old} workers of another generation are there" if old else ""
+    if wanted == state.to.digest:
+        return who if again and state.goal != state.to else ""
+    if wanted == state.before.digest and state.phase is Phase.ROLLING_BACK:
+        return ""
+    if wanted == state.rejected and not again:
+        return ""
+    return who or "policy or tag name another artifact now"
+
+
+def _troubles(state: Rollout, seen: _Seen, finding: Finding) -> tuple[str, str] | None:
+    """(kind as in `pause_on`, why): what speaks against going on."""
+    rules, now_s = seen.rules, seen.now_s
+    for place, count in enumerate(state.failures):
+        if count >= rules.starts_failed_max:
+            pool = ("prefill", "decode")[place]
+            return "starts", f"{count} {pool} starts of {_short(state.goal)} failed in a row"
+    going_back = state.phase is Phase.ROLLING_BACK
+    if finding.health is Health.UNHEALTHY and not going_back:
+        return "attainment", finding.text
+    since_s = now_s if state.progress_s is None else state.progress_s
+    bound_s = rules.patience_s
+    if any(m.stage is Stage.COMING for side in seen.sides for m in side.members):
+        bound_s += seen.facts.start_s
+    if seen.leaving(state.goal.digest):
+        bound_s += seen.facts.drain_s
+    if now_s - since_s > bound_s:
+        return "unknown", f"no progress for {now_s - since_s:.0f} s; {finding.text}"
+    return None
+
+
+def _progress(state: Rollout, seen: _Seen, finding: Finding) -> tuple[Event | None, str]:
+    """Whether the phase has done what it is for."""
+    goal = state.goal.digest
+    old, leaving = seen.old(goal), seen.leaving(goal)
+    if state.phase is Phase.VERIFYING:
+        since_s = seen.now_s if state.since_s is None else state.since_s
+        long = seen.now_s - since_s >= seen.rules.verify_s
+        if long and not old and not leaving and _trusted(state, seen, finding):
+            return Event.VERIFIED, _evidence_text(state, seen, finding)
+        return None, ""
+    counts = moves.serving(seen.sides, goal)
+    if not old and (state.phase is not Phase.ROLLING_BACK or not leaving):
+        return Event.EMPTIED, f"nobody but {_short(state.goal)} is left"
+    proved = state.phase is Phase.SURGING and moves.pairs(counts, goal, seen.sides)
+    if proved and _trusted(state, seen, finding):
+        return Event.PROVED, _evidence_text(state, seen, finding)
+    return None, ""
+
+
+def _trusted(state: Rollout, seen: _Seen, finding: Finding) -> bool:
+    """Whether there is evidence, or none can come, or none is asked for."""
+    idle = state.idle_since_s is not None and seen.now_s - state.idle_since_s >= seen.rules.verify_s
+    none_asked = seen.rules.samples_min == 0 or state.waived
+    return finding.health is Health.HEALTHY or idle or none_asked
+
+
+def _evidence_text(state: Rollout, seen: _Seen, finding: Finding) -> str:
+    if finding.health is Health.UNKNOWN and state.idle_since_s is not None:
+        return f"nobody has asked for anything for {seen.now_s - state.idle_since_s:.0f} s"
+    return finding.text
+
+
+# ------------------------------------------------------------------ what follows
+
+
+def _entered(state: Rollout, event: Event, why: str, seen: _Seen) -> Rollout:
+    """The state in the phase that follows."""
+    following = follow(state.phase, event, state.resumes)
+    if following is None:
+        return state
+    now_s, left = seen.now_s, state.phase
+    state = replace(state, phase=following, reason=why, since_s=now_s, progress_s=now_s, best=None)
+    if event is Event.BEGIN:
+        return _begun(state, left, seen)
+    if following is Phase.PAUSED:
+        return replace(state, resumes=left)
+    if event is Event.RESUME:
+        return replace(
+            state,
+            failures=(0, 0),
+            # Who resumes has looked: what was waited for in vain is waited for no more.
+            waived=True,
+            evidence=health.renewed(state.evidence),
+        )
+    if following is Phase.ROLLING_BACK:
+        return replace(
+            state, failures=(0, 0), waived=False, rejected=state.to.digest, evidence=Evidence()
+        )
+    if following is Phase.DONE:
+        return replace(state, evidence=health.swapped(state.evidence), idle_since_s=None)
+    return state
+
+
+def _begun(state: Rollout, left: Phase, seen: _Seen) -> Rollout:
+    """A roll-out begins, or turns to yet another artifact; the generation that served stays behind."""
+    wanted, asked = seen.facts.wanted, seen.rules.asked
+    pairs = [(m.digest, m.number) for side in seen.sides for m in side.members]
+    before = seen.generation
+    if left not in RESTING:
+        # The one that was under way has proved nothing: what was before it is what one returns to.
+        before = state.before if wanted != state.before.digest else state.to
+    if before.digest == wanted:
+        strays = Counter(pair for pair in pairs if pair[0] not in ("", wanted))
+        found = max(strays.items(), key=lambda item: (item[1], item[0]), default=None)
+        before = Generation(*found[0]) if found is not None else Generation()
+    running = [number for digest, number in pairs if digest == wanted]
+    top = max((number for _digest, number in pairs), default=0)
+    number = max(running, default=max(top, before.number, state.to.number) + 1)
+    by = asked.by if asked is not None and asked.id != state.asked else ""
+    begun = replace(
+        state,
+        to=Generation(wanted, number),
+        before=before,
+        by=by,
+        begun_s=seen.now_s,
+        idle_since_s=None,
+        resumes=Phase.IDLE,
+        waived=False,
+        rejected="" if state.rejected == wanted else state.rejected,
+        failures=(0, 0),
+        evidence=health.renewed(state.evidence),
+    )
+    if left in RESTING and not seen.old(wanted):
+        text = "no worker of another generation is there"
+        return replace(begun, phase=Phase.DONE, reason=text)
+    return begun
+
+
+def _step(state: Rollout, seen: _Seen, finding: Finding | None) -> Step:
+    """What the phase asks for."""
+    phase, goal, rules = state.phase, state.goal, seen.rules
+    if phase in RESTING:
+        now = goal if goal.digest else seen.generation
+        return Step(now, now)
+    grow, surge = goal, (0, 0)
+    nobody: moves.Ids = ((), ())
+    retire, cancel = nobody, nobody
+    if phase in HELD:
+        grow = _proven(state, seen)
+        retire = moves.shed(seen.sides, grow.digest) if seen.facts.known else nobody
+    else:
+        if phase is Phase.SURGING:
+            grow = _proven(state, seen)
+        if seen.facts.orders:
+            surge = moves.starts(
+                seen.sides,
+                goal.digest,
+                surge=rules.surge,
+                first=phase is Phase.SURGING,
+                room_gpus=seen.facts.room_gpus,
+            )
+        if seen.facts.known and phase is not Phase.SURGING:
+            retire = moves.retire(seen.sides, goal.digest)
+        if phase is Phase.ROLLING_BACK:
+            cancel = _starting(state, seen)
+    said = [f"{state.phase}: {line}" for line in _lines(state, seen, finding)]
+    return Step(grow, goal, surge, retire, cancel, owns=True, said=tuple(said))
+
+
+def _proven(state: Rollout, seen: _Seen) -> Generation:
+    """Which of the two generations takes what the demand adds: the one that serves pairs.
+
+    Before the new one has proved itself it is the old one, as long as that serves at all.
+    """
+    counts = moves.serving(seen.sides, state.to.digest)
+    old, new = (counts.get(g.digest, [0, 0]) for g in (state.before, state.to))
+    if state.phase is Phase.SURGING or Phase.SURGING is state.resumes:
+        serves = state.before.digest and moves.pairs(counts, state.before.digest, seen.sides)
+        return state.before if serves else state.to
+    better = moves.share(old, seen.sides) > moves.share(new, seen.sides)
+    return state.before if better and state.before.digest else state.to
+
+
+def _starting(state: Rollout, seen: _Seen) -> moves.Ids:
+    """Starts of a generation that is on its way out."""
+    p, d = moves.others(seen.sides, state.goal.digest)
+    return _ids(p), _ids(d)
+
+
+def _ids(members: Iterable[Member]) -> tuple[str, ...]:
+    return tuple(m.worker_id for m in members if m.stage is Stage.COMING)
+
+
+def _lines(state: Rollout, seen: _Seen, finding: Finding | None) -> Iterator[str]:
+    goal = state.goal
+    counts = moves.serving(seen.sides, goal.digest)
+    old = [len(x) for x in moves.others(seen.sides, goal.digest)]
+    new = counts.get(goal.digest, [0, 0])
+    yield (
+        f"{new[0]} P and {new[1]} D of {_short(goal)} serve, {old[0]} P and {old[1]} D of others "
+        f"are left; {state.reason}"
+    )
+    if finding is not None and state.phase in ACTIVE and state.phase is not Phase.ROLLING_BACK:
+        yield finding.text
+    if seen.facts.room_gpus is not None and seen.facts.room_gpus < min(
+        side.gpus for side in seen.sides
+    ):
+        yield "the budget has no room for a surge worker: policy.budget_gpus"
+
+
+def _told(state: Rollout, finding: Finding | None, sides: Sides, left: Phase) -> Told:
+    goal = state.goal.digest
+    new = moves.serving(sides, goal).get(goal, [0, 0])
+    p, d = moves.others(sides, goal)
+    return Told(
+        phase=state.phase,
+        turned=state.phase is not left,
+        to=state.to,
+        before=state.before,
+        reason=state.reason,
+        by=state.by,
+        begun_s=state.begun_s,
+        since_s=state.since_s,
+        new=(new[0], new[1]),
+        old=(len(p), len(d)),
+        leaving=sum(x not in ("", goal) for side in sides for x in side.leaving),
+        attained_new=None if finding is None else finding.new,
+        attained_old=None if finding is None else finding.old,
+        samples=0 if finding is None else finding.samples,
+    )
+
+
+def _short(generation: Generation) -> str:
+    return f"generation {generation.number} ({generation.digest[:SHORT]})"
