@@ -152,6 +152,10 @@ def judge(
     target, more, waits = live, wanted is not None and wanted > live, False
     if wanted is None or keep is None:
         reasons.append(("hold", trust.why or "demand is not known"))
+        if memory.desired is not None and trust.grow:
+            # Not knowing refutes nothing: what was wanted stays wanted, and what is lost meanwhile
+            # is replaced (B02).
+            target = max(live, min(memory.desired, limits.high))
     elif wanted > live:
         at_once = wanted if urgent is None else urgent
         target = _up(wanted, at_once, counts, memory, limits, trust, now_s, reasons)
