@@ -287,6 +287,21 @@ class LatencyWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationSignals:
+    """Requests that pairs of one artifact served, by how they ended; since the router began.
+
+    Attributes:
+        finished_total: with all tokens. attained_total: of those, with both targets met.
+        failed_total: legs that a worker of it failed, or took along when it went.
+    """
+
+    manifest_digest: str
+    finished_total: int = 0
+    attained_total: int = 0
+    failed_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSignals:
     """Counters of one model since the router began, and gauges now (see router.proto)."""
 
@@ -314,6 +329,7 @@ class ModelSignals:
     tpot_actual: LatencyWindow = LatencyWindow()
     tpot_predicted: LatencyWindow = LatencyWindow()
     length_counts: tuple[tuple[float, ...], ...] = ()
+    generations: tuple[GenerationSignals, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

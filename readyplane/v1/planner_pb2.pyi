@@ -398,3 +398,82 @@ class SetPausedResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["paused", b"paused"]) -> None: ...
 
 Global___SetPausedResponse: typing_extensions.TypeAlias = SetPausedResponse
+
+@typing.final
+class GetRolloutRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model"]) -> None: ...
+
+Global___GetRolloutRequest: typing_extensions.TypeAlias = GetRolloutRequest
+
+@typing.final
+class GetRolloutResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLLOUT_JSON_FIELD_NUMBER: builtins.int
+    rollout_json: builtins.str
+    def __init__(
+        self,
+        *,
+        rollout_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rollout_json", b"rollout_json"]) -> None: ...
+
+Global___GetRolloutResponse: typing_extensions.TypeAlias = GetRolloutResponse
+
+@typing.final
+class AskRolloutRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    ACTION_FIELD_NUMBER: builtins.int
+    TO_FIELD_NUMBER: builtins.int
+    SURGE_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    model: builtins.str
+    action: builtins.str
+    """go, pause, resume or undo."""
+    to: builtins.str
+    """Of go: tag, digest or model name of the artifact. Becomes policy.manifest."""
+    surge: builtins.int
+    """Of go: workers of each pool that start beside the others; 0 leaves the policy's."""
+    by: builtins.str
+    """Who asks, for the record."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        model: builtins.str = ...,
+        action: builtins.str = ...,
+        to: builtins.str = ...,
+        surge: builtins.int = ...,
+        by: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "by", b"by", "model", b"model", "request_id", b"request_id", "surge", b"surge", "to", b"to"]) -> None: ...
+
+Global___AskRolloutRequest: typing_extensions.TypeAlias = AskRolloutRequest
+
+@typing.final
+class AskRolloutResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLLOUT_JSON_FIELD_NUMBER: builtins.int
+    rollout_json: builtins.str
+    def __init__(
+        self,
+        *,
+        rollout_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rollout_json", b"rollout_json"]) -> None: ...
+
+Global___AskRolloutResponse: typing_extensions.TypeAlias = AskRolloutResponse

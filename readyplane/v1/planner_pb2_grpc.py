@@ -80,6 +80,16 @@ class PlannerStub(object):
                 request_serializer=readyplane_dot_v1_dot_planner__pb2.SetPausedRequest.SerializeToString,
                 response_deserializer=readyplane_dot_v1_dot_planner__pb2.SetPausedResponse.FromString,
                 _registered_method=True)
+        self.GetRollout = channel.unary_unary(
+                '/readyplane.v1.Planner/GetRollout',
+                request_serializer=readyplane_dot_v1_dot_planner__pb2.GetRolloutRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_planner__pb2.GetRolloutResponse.FromString,
+                _registered_method=True)
+        self.AskRollout = channel.unary_unary(
+                '/readyplane.v1.Planner/AskRollout',
+                request_serializer=readyplane_dot_v1_dot_planner__pb2.AskRolloutRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_planner__pb2.AskRolloutResponse.FromString,
+                _registered_method=True)
 
 
 class PlannerServicer(object):
@@ -151,6 +161,21 @@ class PlannerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRollout(self, request, context):
+        """Where the roll-out is: phase, generations, workers of each, what they attain. A read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AskRollout(self, request, context):
+        """Begins a roll-out, or pauses, resumes or undoes the one under way. NOT_FOUND: no such artifact;
+        FAILED_PRECONDITION (Refused): it does not fit the pools, or there is nothing to do that to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PlannerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -198,6 +223,16 @@ def add_PlannerServicer_to_server(servicer, server):
                     servicer.SetPaused,
                     request_deserializer=readyplane_dot_v1_dot_planner__pb2.SetPausedRequest.FromString,
                     response_serializer=readyplane_dot_v1_dot_planner__pb2.SetPausedResponse.SerializeToString,
+            ),
+            'GetRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRollout,
+                    request_deserializer=readyplane_dot_v1_dot_planner__pb2.GetRolloutRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_planner__pb2.GetRolloutResponse.SerializeToString,
+            ),
+            'AskRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.AskRollout,
+                    request_deserializer=readyplane_dot_v1_dot_planner__pb2.AskRolloutRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_planner__pb2.AskRolloutResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -444,6 +479,60 @@ class Planner(object):
             '/readyplane.v1.Planner/SetPaused',
             readyplane_dot_v1_dot_planner__pb2.SetPausedRequest.SerializeToString,
             readyplane_dot_v1_dot_planner__pb2.SetPausedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Planner/GetRollout',
+            readyplane_dot_v1_dot_planner__pb2.GetRolloutRequest.SerializeToString,
+            readyplane_dot_v1_dot_planner__pb2.GetRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AskRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Planner/AskRollout',
+            readyplane_dot_v1_dot_planner__pb2.AskRolloutRequest.SerializeToString,
+            readyplane_dot_v1_dot_planner__pb2.AskRolloutResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -169,7 +169,39 @@ _PlannerSetPausedType = typing_extensions.TypeVar(
     ],
 )
 
-class PlannerStub(typing.Generic[_PlannerGetStateType, _PlannerWatchStateType, _PlannerListDecisionsType, _PlannerExplainType, _PlannerReplayType, _PlannerWhatIfType, _PlannerGetPolicyType, _PlannerSetPolicyType, _PlannerSetPausedType]):
+_PlannerGetRolloutType = typing_extensions.TypeVar(
+    '_PlannerGetRolloutType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.GetRolloutRequest,
+        readyplane.v1.planner_pb2.GetRolloutResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.GetRolloutRequest,
+        readyplane.v1.planner_pb2.GetRolloutResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.GetRolloutRequest,
+        readyplane.v1.planner_pb2.GetRolloutResponse,
+    ],
+)
+
+_PlannerAskRolloutType = typing_extensions.TypeVar(
+    '_PlannerAskRolloutType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.AskRolloutRequest,
+        readyplane.v1.planner_pb2.AskRolloutResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.AskRolloutRequest,
+        readyplane.v1.planner_pb2.AskRolloutResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.AskRolloutRequest,
+        readyplane.v1.planner_pb2.AskRolloutResponse,
+    ],
+)
+
+class PlannerStub(typing.Generic[_PlannerGetStateType, _PlannerWatchStateType, _PlannerListDecisionsType, _PlannerExplainType, _PlannerReplayType, _PlannerWhatIfType, _PlannerGetPolicyType, _PlannerSetPolicyType, _PlannerSetPausedType, _PlannerGetRolloutType, _PlannerAskRolloutType]):
     """Decisions, their reasons and the policy they follow."""
 
     @typing.overload
@@ -209,6 +241,14 @@ class PlannerStub(typing.Generic[_PlannerGetStateType, _PlannerWatchStateType, _
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.planner_pb2.SetPausedRequest,
             readyplane.v1.planner_pb2.SetPausedResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.planner_pb2.GetRolloutRequest,
+            readyplane.v1.planner_pb2.GetRolloutResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.planner_pb2.AskRolloutRequest,
+            readyplane.v1.planner_pb2.AskRolloutResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -250,6 +290,14 @@ class PlannerStub(typing.Generic[_PlannerGetStateType, _PlannerWatchStateType, _
             readyplane.v1.planner_pb2.SetPausedRequest,
             readyplane.v1.planner_pb2.SetPausedResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.planner_pb2.GetRolloutRequest,
+            readyplane.v1.planner_pb2.GetRolloutResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.planner_pb2.AskRolloutRequest,
+            readyplane.v1.planner_pb2.AskRolloutResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetState: _PlannerGetStateType
@@ -282,6 +330,14 @@ class PlannerStub(typing.Generic[_PlannerGetStateType, _PlannerWatchStateType, _
 
     SetPaused: _PlannerSetPausedType
     """Holds all targets where they are, or lets go again. Idempotent."""
+
+    GetRollout: _PlannerGetRolloutType
+    """Where the roll-out is: phase, generations, workers of each, what they attain. A read."""
+
+    AskRollout: _PlannerAskRolloutType
+    """Begins a roll-out, or pauses, resumes or undoes the one under way. NOT_FOUND: no such artifact;
+    FAILED_PRECONDITION (Refused): it does not fit the pools, or there is nothing to do that to.
+    """
 
 PlannerAsyncStub: typing_extensions.TypeAlias = PlannerStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -319,6 +375,14 @@ PlannerAsyncStub: typing_extensions.TypeAlias = PlannerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.planner_pb2.SetPausedRequest,
         readyplane.v1.planner_pb2.SetPausedResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.GetRolloutRequest,
+        readyplane.v1.planner_pb2.GetRolloutResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.planner_pb2.AskRolloutRequest,
+        readyplane.v1.planner_pb2.AskRolloutResponse,
     ],
 ]
 
@@ -400,5 +464,23 @@ class PlannerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[readyplane.v1.planner_pb2.SetPausedResponse, collections.abc.Awaitable[readyplane.v1.planner_pb2.SetPausedResponse]]:
         """Holds all targets where they are, or lets go again. Idempotent."""
+
+    @abc.abstractmethod
+    def GetRollout(
+        self,
+        request: readyplane.v1.planner_pb2.GetRolloutRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.planner_pb2.GetRolloutResponse, collections.abc.Awaitable[readyplane.v1.planner_pb2.GetRolloutResponse]]:
+        """Where the roll-out is: phase, generations, workers of each, what they attain. A read."""
+
+    @abc.abstractmethod
+    def AskRollout(
+        self,
+        request: readyplane.v1.planner_pb2.AskRolloutRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.planner_pb2.AskRolloutResponse, collections.abc.Awaitable[readyplane.v1.planner_pb2.AskRolloutResponse]]:
+        """Begins a roll-out, or pauses, resumes or undoes the one under way. NOT_FOUND: no such artifact;
+        FAILED_PRECONDITION (Refused): it does not fit the pools, or there is nothing to do that to.
+        """
 
 def add_PlannerServicer_to_server(servicer: PlannerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

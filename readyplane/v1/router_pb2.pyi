@@ -898,6 +898,7 @@ class ModelSignals(google.protobuf.message.Message):
     TPOT_ACTUAL_FIELD_NUMBER: builtins.int
     TPOT_PREDICTED_FIELD_NUMBER: builtins.int
     LENGTH_COUNTS_FIELD_NUMBER: builtins.int
+    GENERATIONS_FIELD_NUMBER: builtins.int
     model: builtins.str
     arrivals_total: builtins.int
     arrival_tokens_total: builtins.int
@@ -934,6 +935,10 @@ class ModelSignals(google.protobuf.message.Message):
     def length_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Joint ISL x OSL counts, row-major by readyplane.core.work edges."""
 
+    @property
+    def generations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GenerationSignals]:
+        """The same ends by generation, for the newest artifacts that served."""
+
     def __init__(
         self,
         *,
@@ -961,11 +966,40 @@ class ModelSignals(google.protobuf.message.Message):
         tpot_actual: Global___LatencyWindow | None = ...,
         tpot_predicted: Global___LatencyWindow | None = ...,
         length_counts: collections.abc.Iterable[builtins.float] | None = ...,
+        generations: collections.abc.Iterable[Global___GenerationSignals] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tpot_actual", b"tpot_actual", "tpot_predicted", b"tpot_predicted", "ttft_actual", b"ttft_actual", "ttft_predicted", b"ttft_predicted"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborted_total", b"aborted_total", "arrival_tokens_total", b"arrival_tokens_total", "arrival_uncached_tokens_total", b"arrival_uncached_tokens_total", "arrivals_total", b"arrivals_total", "attained_total", b"attained_total", "decoding_kv_tokens", b"decoding_kv_tokens", "decoding_remaining_tokens", b"decoding_remaining_tokens", "decoding_requests", b"decoding_requests", "finished_prompt_tokens_total", b"finished_prompt_tokens_total", "finished_total", b"finished_total", "handovers_total", b"handovers_total", "length_counts", b"length_counts", "model", b"model", "output_tokens_total", b"output_tokens_total", "prefilling_requests", b"prefilling_requests", "prefilling_tokens", b"prefilling_tokens", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "refused_total", b"refused_total", "repaired_total", b"repaired_total", "tpot_actual", b"tpot_actual", "tpot_predicted", b"tpot_predicted", "ttft_actual", b"ttft_actual", "ttft_predicted", b"ttft_predicted"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_total", b"aborted_total", "arrival_tokens_total", b"arrival_tokens_total", "arrival_uncached_tokens_total", b"arrival_uncached_tokens_total", "arrivals_total", b"arrivals_total", "attained_total", b"attained_total", "decoding_kv_tokens", b"decoding_kv_tokens", "decoding_remaining_tokens", b"decoding_remaining_tokens", "decoding_requests", b"decoding_requests", "finished_prompt_tokens_total", b"finished_prompt_tokens_total", "finished_total", b"finished_total", "generations", b"generations", "handovers_total", b"handovers_total", "length_counts", b"length_counts", "model", b"model", "output_tokens_total", b"output_tokens_total", "prefilling_requests", b"prefilling_requests", "prefilling_tokens", b"prefilling_tokens", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "refused_total", b"refused_total", "repaired_total", b"repaired_total", "tpot_actual", b"tpot_actual", "tpot_predicted", b"tpot_predicted", "ttft_actual", b"ttft_actual", "ttft_predicted", b"ttft_predicted"]) -> None: ...
 
 Global___ModelSignals: typing_extensions.TypeAlias = ModelSignals
+
+@typing.final
+class GenerationSignals(google.protobuf.message.Message):
+    """How requests ended that pairs of one artifact served, since the router began."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MANIFEST_DIGEST_FIELD_NUMBER: builtins.int
+    FINISHED_TOTAL_FIELD_NUMBER: builtins.int
+    ATTAINED_TOTAL_FIELD_NUMBER: builtins.int
+    FAILED_TOTAL_FIELD_NUMBER: builtins.int
+    manifest_digest: builtins.str
+    finished_total: builtins.int
+    attained_total: builtins.int
+    """Of the finished: both targets met."""
+    failed_total: builtins.int
+    """Legs that a worker of this generation failed, or took along when it went."""
+    def __init__(
+        self,
+        *,
+        manifest_digest: builtins.str = ...,
+        finished_total: builtins.int = ...,
+        attained_total: builtins.int = ...,
+        failed_total: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attained_total", b"attained_total", "failed_total", b"failed_total", "finished_total", b"finished_total", "manifest_digest", b"manifest_digest"]) -> None: ...
+
+Global___GenerationSignals: typing_extensions.TypeAlias = GenerationSignals
 
 @typing.final
 class LatencyWindow(google.protobuf.message.Message):

@@ -11,6 +11,7 @@ from readyplane.ports import (
     Directive,
     End,
     GateVerdict,
+    GenerationSignals,
     GroupStatus,
     KvEvent,
     KvEventBatch,
@@ -384,7 +385,21 @@ def model_signals_to_proto(signals: ModelSignals) -> pb.ModelSignals:
         name: latency_window_to_proto(getattr(signals, name)) for name in _WINDOWS
     }
     lengths = [value for row in signals.length_counts for value in row]
-    return pb.ModelSignals(model=signals.model, **counts, **windows, length_counts=lengths)
+    return pb.ModelSignals(
+        model=signals.model,
+        **counts,
+        **windows,
+        length_counts=lengths,
+        generations=[
+            pb.GenerationSignals(
+                manifest_digest=g.manifest_digest,
+                finished_total=g.finished_total,
+                attained_total=g.attained_total,
+                failed_total=g.failed_total,
+            )
+            for g in signals.generations
+        ],
+    )
 
 
 def model_signals_from_proto(message: pb.ModelSignals) -> ModelSignals:
@@ -402,7 +417,13 @@ def model_signals_from_proto(message: pb.ModelSignals) -> ModelSignals:
         name: latency_window_from_proto(getattr(message, name)) for name in _WINDOWS
     }
     rows = tuple(flat[i : i + width] for i in range(0, len(flat), width))
-    return ModelSignals(model=message.model, **counts, **windows, length_counts=rows)
+    generations = tuple(
+        GenerationSignals(g.manifest_digest, g.finished_total, g.attained_total, g.failed_total)
+        for g in message.generations
+    )
+    return ModelSignals(
+        model=message.model, **counts, **windows, length_counts=rows, generations=generations
+    )
 
 
 def router_signals_to_proto(signals: RouterSignals, *, now_s: float) -> pb.GetSignalsResponse:

@@ -16,7 +16,7 @@ from readyplane.core.errors import ReadyplaneError, Refused, StaleEpoch
 from readyplane.core.worker import Worker
 from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Instance, LatencyWindow, ModelSignals, Router, RouterSignals
-from readyplane_planner.signals import Allocation, Latency, RouterSample
+from readyplane_planner.signals import Allocation, GenerationEnds, Latency, RouterSample
 from readyplane_planner.signals.outside import Beyond, Outside
 
 log = logging.getLogger(__name__)
@@ -193,6 +193,10 @@ def router_sample(signals: RouterSignals, model: str, *, taken_s: float) -> Rout
         gauges={name: getattr(part, name) for name in GAUGES},
         latency={name: _latency(getattr(part, name)) for name in LATENCIES},
         length_counts=part.length_counts,
+        generations=tuple(
+            GenerationEnds(g.manifest_digest, g.finished_total, g.attained_total, g.failed_total)
+            for g in part.generations
+        ),
         workers=tuple(w for w in signals.fleet.workers.values() if w.offer.model == model),
         degraded=signals.fleet.degraded,
     )

@@ -252,7 +252,7 @@ class Bookings:
 
     def leg_failed(self, event: RequestEvent, *, now_s: float) -> None:
         """Hold a failed leg against the worker, unless it was only busy (field report B70)."""
-        if event.detail.startswith("busy"):
+        if busy(event):
             return
         for key, seat in self.seats.items():
             if seat.worker_id == event.failed_worker_id:
@@ -271,3 +271,8 @@ class Bookings:
             self.circuits[seat.key] = circuit.succeeded(state)
             if seat.shut.startswith("circuit") and circuit.passes(self.circuits[seat.key]):
                 seat.shut = ""
+
+
+def busy(event: RequestEvent) -> bool:
+    """Whether a failed leg only says that its worker had no room."""
+    return event.detail.startswith("busy")

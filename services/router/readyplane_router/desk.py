@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from readyplane.core.errors import NoCompatiblePair, NoPair, Overloaded, PromptTooLong
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, sequence_hashes
 from readyplane.ports import Pair
-from readyplane_router.bookings import PREFILL_SIDE, Bookings, Held, Owed
+from readyplane_router.bookings import PREFILL_SIDE, Bookings, Held, Owed, busy
 from readyplane_router.ends import Ends
 from readyplane_router.pair import Ask, Chosen, Shed, Wait, decide
 from readyplane_router.policy import RouterPolicy
-from readyplane_router.signals import Correction, Counters, Lengths, Window
+from readyplane_router.signals import Correction, Counters, Generations, Lengths, Window
 from readyplane_router.store import ALL_SIDES
 
 RETRY_AFTER_MAX_S = 30.0
@@ -66,6 +66,7 @@ class Desk(Bookings):
         }
         self.refusals: dict[str, int] = {}
         self.ends = Ends()
+        self.generations = Generations()
         self.take_conflicts = 0
         self.expired = 0
         self._arrivals = 0
@@ -356,10 +357,13 @@ class Desk(Bookings):
         )
 
     def _losing(self, reason: str, now_s: float, work: Callable[[], list[str]]) -> list[str]:
-        before = {reservation_id: held.isl for reservation_id, held in self.held.items()}
+        before = dict(self.held)
         lost = work()
         for reservation_id in lost:
-            self.lose(reservation_id, reason, before[reservation_id], now_s=now_s)
+            held = before[reservation_id]
+            if reason == "worker_gone":
+                self.generations.of(held.decode.kv.model_digest).failed += 1
+            self.lose(reservation_id, reason, held.isl, now_s=now_s)
         return lost
 
     # ------------------------------------------------------------------------ events
@@ -390,6 +394,8 @@ class Desk(Bookings):
             self.drop(event.reservation_id, now_s=now_s)
             if kind is EventKind.LEG_FAILED:
                 self.leg_failed(event, now_s=now_s)
+                if not busy(event):
+                    self.generations.of(held.decode.kv.model_digest).failed += 1
                 self.lose(event.reservation_id, "leg_failed", held.isl, now_s=now_s)
             elif event.reservation_id not in self.waiting:  # else counted when its call ends
                 self.abort("client")
@@ -417,6 +423,9 @@ class Desk(Bookings):
 
     def _finish(self, held: Held, event: RequestEvent, now_s: float) -> None:
         self._count_finished(held.isl, event)
+        ends = self.generations.of(held.decode.kv.model_digest)
+        ends.finished += 1
+        ends.attained += bool(event.attained)
         self.drop(held.reservation_id, now_s=now_s)
 
     def _count_finished(self, isl: int, event: RequestEvent) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from readyplane.core.work import ISL_EDGES, LengthStats, expected_remaining
 
 BINS_MAX = 16_384
+GENERATIONS_MAX = 16
 
 
 @dataclass(slots=True)
@@ -76,6 +77,37 @@ class Counters:
     attained: int = 0
     repaired: int = 0
     handovers: int = 0
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """How requests of one generation ended: with all tokens, of those with both targets met, and
+    lost by one of its workers.
+    """
+
+    finished: int = 0
+    attained: int = 0
+    failed: int = 0
+
+
+class Generations:
+    """Ends by the artifact of the pair that served, for the newest artifacts seen."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self._outcomes: dict[str, Outcomes] = {}
+
+    def of(self, digest: str) -> Outcomes:
+        """The counters of one artifact; the one that was not asked for longest makes room."""
+        found = self._outcomes.pop(digest, None) or Outcomes()
+        self._outcomes[digest] = found
+        if len(self._outcomes) > GENERATIONS_MAX:
+            del self._outcomes[next(iter(self._outcomes))]
+        return found
+
+    def snapshot(self) -> list[tuple[str, Outcomes]]:
+        """All of them, by artifact."""
+        return sorted(self._outcomes.items())
 
 
 class Lengths:
