@@ -266,11 +266,12 @@ class FakePlanner:
     rows: list[dict[str, Any]] = field(default_factory=list)
     error: ReadyplaneError | None = None
     asked: list[Any] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
 
     async def state(self, model: str = "") -> dict[str, Any]:
         if self.error is not None:
             raise self.error
-        return {"workers": self.rows, "model": "demo"}
+        return {"workers": self.rows, "model": "demo", "policy_warnings": self.warnings}
 
     async def list_decisions(self, **given: Any) -> list[dict[str, Any]]:
         self.asked.append(given)

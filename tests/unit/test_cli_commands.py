@@ -287,6 +287,7 @@ def test_policy_show(cli: Terminal, planner: FakePlanner) -> None:
     assert cli("policy", "show", "--json", *PLANNER).document == {
         "version": 3,
         "policy": planner.policy,
+        "warnings": [],
     }
     out = cli("policy", "show", *PLANNER).out
     assert out.startswith("# policy of demo, version 3\n")
@@ -300,11 +301,21 @@ def test_policy_set_changes_dotted_fields(cli: Terminal, planner: FakePlanner) -
     assert said.document == {
         "version": 4,
         "changed": {"prefill.max": {"from": 6, "to": 8}, "slo.ttft_s": {"from": 2.0, "to": 1.5}},
+        "warnings": [],
     }
     wanted, how = planner.asked[-1]
     assert wanted == {"prefill": {"max": 8}, "slo": {"ttft_s": 1.5}}
     assert how == {"model": "", "merge": True, "expected_version": 0}
     assert "nothing differs" in cli("policy", "set", "prefill.max=8", *PLANNER).out
+
+
+def test_a_target_out_of_reach_is_shown(cli: Terminal, planner: FakePlanner) -> None:
+    """B18: it is saved and said, by whoever shows or sets it."""
+    text = "one sequence alone takes 0.05 s a token: policy.slo.tpot_s = 0.001 is never met"
+    planner.warnings = [{"code": "target_unreachable", "text": text}]
+    assert f"# target_unreachable: {text}" in cli("policy", "show", *PLANNER).out
+    said = cli("policy", "set", "prefill.max=8", *PLANNER).out
+    assert said.endswith(f"\ntarget_unreachable: {text}\n")
 
 
 def test_policy_set_from_a_file(cli: Terminal, planner: FakePlanner, tmp_path: Path) -> None:

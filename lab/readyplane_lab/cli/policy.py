@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from readyplane.core.errors import InvalidField
+from readyplane.core.errors import InvalidField, Unavailable
+from readyplane.ports import Planner
 from readyplane_lab.cli import output
 from readyplane_lab.cli.flags import Json, examples, switch
 from readyplane_lab.cli.where import PlannerAddress, Where, find, planner_of, run
@@ -31,19 +32,33 @@ def show(
 ) -> None:
     """Show the policy in force, every field, as YAML that `policy set --file` takes back."""
     where = find("planner", planner=planner)
-    policy, version = run(_get(where, model))
+    policy, version, warnings = run(_get(where, model))
     if json:
-        output.emit({"version": version, "policy": policy})
+        output.emit({"version": version, "policy": policy, "warnings": warnings})
         return
     import yaml
 
     print(f"# policy of {policy.get('model', model)}, version {version}")
+    for warned in warnings:
+        print(f"# {_warned(warned)}")
     print(yaml.safe_dump(policy, sort_keys=False, allow_unicode=True), end="")
 
 
-async def _get(where: Where, model: str) -> tuple[dict[str, Any], int]:
+async def _get(where: Where, model: str) -> tuple[dict[str, Any], int, list[dict[str, Any]]]:
     async with planner_of(where) as planner:
-        return await planner.get_policy(model)
+        return *await planner.get_policy(model), await _warnings(planner, model)
+
+
+async def _warnings(planner: Planner, model: str) -> list[dict[str, Any]]:
+    """What the planner says of the policy in force; nothing before its first look."""
+    try:
+        return list((await planner.state(model)).get("policy_warnings", ()))
+    except Unavailable:
+        return []
+
+
+def _warned(warned: Mapping[str, Any]) -> str:
+    return f"{warned['code']}: {warned['text']}"
 
 
 @app.command("set", epilog=SET_EXAMPLES)
@@ -80,18 +95,22 @@ def set_(
     if expected_version < 0:
         raise InvalidField("--expected-version", expected_version, "give a version from 1, or 0")
     where = find("planner", planner=planner)
-    before, after, version = run(_put(where, model, wanted, expected_version, merge=not whole))
+    before, after, version, warnings = run(
+        _put(where, model, wanted, expected_version, merge=not whole)
+    )
     moved = {
         key: {"from": before.get(key), "to": after.get(key)}
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     }
     if json:
-        output.emit({"version": version, "changed": moved})
+        output.emit({"version": version, "changed": moved, "warnings": warnings})
         return
     for key, change in moved.items():
         print(f"{key}: {_shown(change['from'])} → {_shown(change['to'])}")
     print(f"policy version {version}" + ("" if moved else ", nothing differs"))
+    for warned in warnings:
+        print(_warned(warned))
 
 
 def _wanted(changes: Sequence[str], file: Path | None, *, whole: bool) -> dict[str, Any]:
@@ -114,13 +133,14 @@ def _wanted(changes: Sequence[str], file: Path | None, *, whole: bool) -> dict[s
 
 async def _put(
     where: Where, model: str, wanted: Mapping[str, Any], expected_version: int, *, merge: bool
-) -> tuple[dict[str, Any], dict[str, Any], int]:
+) -> tuple[dict[str, Any], dict[str, Any], int, list[dict[str, Any]]]:
     async with planner_of(where) as planner:
         before, _version = await planner.get_policy(model)
         after, version = await planner.set_policy(
             wanted, model=model, merge=merge, expected_version=expected_version
         )
-    return flat(before), flat(after), version
+        warnings = await _warnings(planner, model)
+    return flat(before), flat(after), version, warnings
 
 
 def parse_changes(changes: Sequence[str]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from readyplane.core.errors import InvalidField, UnknownField
 from readyplane.core.identity import digest_of, parse
@@ -21,9 +22,18 @@ from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import StartQuantiles
 from readyplane.profiles import load as load_profile
 from readyplane_planner.capacity import Combine
+from readyplane_planner.class_policy import (
+    ClassPolicy,
+    NodePolicy,
+    check_classes,
+    class_plans,
+    node_plans,
+)
 from readyplane_planner.decide import Plan, PoolPlan
 from readyplane_planner.forecast import Knobs
 from readyplane_planner.guard import Limits
+from readyplane_planner.optimisers import load_optimiser
+from readyplane_planner.policy_checks import unreachable
 from readyplane_planner.rollout import Asked, Rules
 from readyplane_planner.signals import Priors
 
@@ -48,12 +58,33 @@ class SloPolicy(_Strict):
 
 
 class PoolPolicy(_Strict):
-    """One pool: bounds in workers, the class that is started, and its profile (name or file)."""
+    """One pool: bounds in workers, the class that is started, and its profile (name or file).
+
+    `spare`: workers kept beyond the need, for those that may be lost. `classes`: where there are
+    several; the pool is sized in workers of `worker_class`, which is one of them, the first by default.
+    """
 
     min: int = Field(default=1, ge=0, le=WORKERS_MAX)
     max: int = Field(default=8, ge=0, le=WORKERS_MAX)
+    spare: int = Field(default=0, ge=0, le=WORKERS_MAX)
     worker_class: str = Field(default="h200", min_length=1)
     profile: str = Field(default="h200-llama8b-fp8", min_length=1)
+    classes: list[ClassPolicy] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reference(cls, given: Any) -> Any:
+        """The reference class and its profile follow from the classes where they are left out."""
+        classes = given.get("classes") if isinstance(given, Mapping) else None
+        if not isinstance(classes, list) or not all(isinstance(c, Mapping) for c in classes):
+            return given
+        filled = dict(given)
+        if classes:
+            filled.setdefault("worker_class", classes[0].get("worker_class", ""))
+        for offered in classes:
+            if offered.get("worker_class") == filled.get("worker_class"):
+                filled.setdefault("profile", offered.get("profile", ""))
+        return filled
 
 
 class DecodePolicy(PoolPolicy):
@@ -176,6 +207,8 @@ class Policy(_Strict):
             before it may be drained. warm_worker_s: its speed is not learned from before that.
         eta_bound_factor: a start is given up after so many P99 of T_ready. orphan_s: an allocation
             without a lease is given back after that. backoff_s: first pause after a failed start.
+        start_mode: `auto` takes, for each start, what costs least over its expected life. nodes: where
+            workers may start, for a preference among them.
         budget_gpus: of both pools together, null for none.
     """
 
@@ -202,8 +235,10 @@ class Policy(_Strict):
     prior_lengths: LengthPolicy = LengthPolicy()
     drain_deadline_s: Positive = 300.0
     budget_gpus: int | None = Field(default=None, ge=1)
-    start_mode: Literal["eager", "jit", "aot"] = "jit"
+    start_mode: Literal["auto", "eager", "jit", "aot"] = "jit"
+    nodes: list[NodePolicy] = Field(default_factory=list)
     rollout: RolloutPolicy = RolloutPolicy()
+    optimiser: str = Field(default="size", min_length=1, max_length=64)
     paused: bool = False
 
     @property
@@ -330,11 +365,21 @@ def make_plan(
         drain_deadline_s=policy.drain_deadline_s,
         budget_gpus=policy.budget_gpus,
         start_mode=policy.start_mode,
+        nodes=node_plans(policy.nodes),
         rollout=_rollout(policy.rollout),
         manifest_digest=manifest_digest,
         paused=policy.paused,
         digest=policy.digest,
     )
+
+
+def policy_warnings(
+    policy: Policy, profiles: tuple[ClassProfile, ClassProfile]
+) -> list[dict[str, Any]]:
+    """What the policy asks for and cannot get, as JSON objects: `field`, `value`, `best`, `code`."""
+    plan = make_plan(policy, version=0, manifest_digest="", profiles=profiles)
+    lengths = policy.prior_lengths
+    return [asdict(found) for found in unreachable(plan, isl=lengths.isl, osl=lengths.osl)]
 
 
 def pool_profiles(policy: Policy) -> tuple[ClassProfile, ClassProfile]:
@@ -361,7 +406,14 @@ def _pool(
         gpus=profile.gpus,
         backoff_s=policy.backoff_s,
     )
-    return PoolPlan(limits, pool.worker_class, profile, convertible_tpot_s=tpot_s)
+    return PoolPlan(
+        limits,
+        pool.worker_class,
+        profile,
+        convertible_tpot_s=tpot_s,
+        classes=class_plans(pool.classes, most=pool.max),
+        spare=pool.spare,
+    )
 
 
 def _rollout(policy: RolloutPolicy) -> Rules:
@@ -392,6 +444,20 @@ def _cross_check(policy: Policy) -> None:
         if pool.min > pool.max:
             remedy = f"use at most policy.{name}.max, which is {pool.max}"
             raise InvalidField(f"policy.{name}.min", pool.min, remedy)
+        if pool.spare >= max(1, pool.max):
+            remedy = f"leave room for the load below policy.{name}.max, which is {pool.max}"
+            raise InvalidField(f"policy.{name}.spare", pool.spare, remedy)
+        check_classes(
+            name,
+            pool.classes,
+            reference=pool.worker_class,
+            low=pool.min,
+            high=pool.max,
+            ttft_s=policy.slo.ttft_s - policy.handover_s,
+            tpot_s=policy.slo.tpot_s,
+            isl=policy.prior_lengths.isl,
+            osl=policy.prior_lengths.osl,
+        )
     prior = policy.t_ready_prior
     if not prior.p50_s <= prior.p90_s <= prior.p99_s:
         shown = f"{prior.p50_s}, {prior.p90_s}, {prior.p99_s}"
@@ -404,12 +470,14 @@ def _cross_check(policy: Policy) -> None:
     if window_s < policy.tick_s:
         remedy = f"use at least policy.tick_s, which is {policy.tick_s}"
         raise InvalidField("policy.forecast.window_s", window_s, remedy)
+    load_optimiser(policy.optimiser)
     profiles = pool_profiles(policy)
     for name, profile in zip(("prefill", "decode"), profiles, strict=True):
         pool = getattr(policy, name)
         if profile.worker_class != pool.worker_class:
             remedy = f"the profile {pool.profile} describes class {profile.worker_class}"
             raise InvalidField(f"policy.{name}.worker_class", pool.worker_class, remedy)
+    _holds_one(policy, profiles)
     if policy.budget_gpus is not None:
         least = sum(
             getattr(policy, name).min * profile.gpus
@@ -418,6 +486,18 @@ def _cross_check(policy: Policy) -> None:
         if least > policy.budget_gpus:
             remedy = f"the minimum of both pools needs {least} GPUs"
             raise InvalidField("policy.budget_gpus", policy.budget_gpus, remedy)
+
+
+def _holds_one(policy: Policy, profiles: tuple[ClassProfile, ClassProfile]) -> None:
+    lengths = policy.prior_lengths
+    for name, profile in zip(("prefill", "decode"), profiles, strict=True):
+        held = lengths.isl + (lengths.osl if name == "decode" else 0.0)
+        if held > profile.kv_capacity_tokens:
+            remedy = (
+                f"a request of policy.prior_lengths holds {held:.0f} KV tokens and a worker of the "
+                f"profile {profile.kv_capacity_tokens}: give a class that holds one"
+            )
+            raise InvalidField(f"policy.{name}.profile", profile.name, remedy)
 
 
 def _named(error: ValidationError) -> InvalidField:
@@ -452,8 +532,9 @@ def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, info in model.model_fields.items():
         yield f"{prefix}.{name}"
         inner = info.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _paths(inner, f"{prefix}.{name}")
+        for part in (inner, *get_args(inner)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from _paths(part, f"{prefix}.{name}")
 
 
 def overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,21 +34,25 @@ from readyplane_planner.journal import (
 )
 from readyplane_planner.leadership import Leadership
 from readyplane_planner.metrics import PlannerMetrics
+from readyplane_planner.optimisers import thinker
 from readyplane_planner.outcomes import Follower, Judge
+from readyplane_planner.places import Places, Resolver
 from readyplane_planner.policy import (
     Policy,
     as_stored,
     make_plan,
     merged,
+    policy_warnings,
     pool_profiles,
     read_policy,
 )
 from readyplane_planner.recall import recall
 from readyplane_planner.signals import Observation, RouterSample, observe, stands_still
 from readyplane_planner.sources import Look, LooksBeyond, Sources, allocations
-from readyplane_planner.starts import StartBook, samples_from
+from readyplane_planner.starts import StartBook, samples_from, t_ready
 from readyplane_planner.state import History, Seen, state_document, state_pools
-from readyplane_planner.takeover import Unfinished, adopted, heritage
+from readyplane_planner.takeover import Succession
+from readyplane_planner.thinking import think
 from readyplane_planner.whatif import read_changes, what_if
 from readyplane_planner.worktime import WorkerSeconds
 
@@ -57,16 +61,6 @@ log = logging.getLogger(__name__)
 DECISIONS_SHOWN = 30
 WATCHERS_MAX = 64
 LOOK_S_MAX = 5.0
-
-
-class Resolver(Protocol):
-    """The part of the registry that the planner needs: which content a name means now."""
-
-    async def resolve(
-        self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
-    ) -> Manifest:
-        """By digest, tag or model name. Raises NotFound."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +72,7 @@ class Upkeep:
         keep_decisions, keep_s: bounds of the journal; prune_every_s: how often they are enforced.
         resolve_every_s: how often the artifact's name is looked up again.
         release_grace_s: until a released worker is killed.
+        optimiser_s: how long a foreign optimiser may think in a tick; None asks it on the loop.
     """
 
     sample_every_s: float = 30.0
@@ -86,6 +81,7 @@ class Upkeep:
     prune_every_s: float = 600.0
     resolve_every_s: float = 15.0
     release_grace_s: float = 10.0
+    optimiser_s: float | None = None
 
 
 class PlannerService:
@@ -126,6 +122,8 @@ class PlannerService:
         self._resolve_error = ""
         self._resolved_s: float | None = None
         self._registry = registry
+        every_s = (upkeep or Upkeep()).resolve_every_s
+        self._places = Places(registry, every_s=every_s, timeout_s=LOOK_S_MAX)
         self._journal = journal
         self._leadership = leadership
         self._clock = clock
@@ -159,8 +157,9 @@ class PlannerService:
         self._kept_s: float | None = None
         self._pruned_s: float | None = None
         self._kick = asyncio.Event()
-        self._heritage: tuple[Unfinished, ...] = ()
-        self._led_epoch = 0
+        self._succession = Succession(journal, clock)
+        self._thinker = thinker(policy.optimiser, budget_s=self._upkeep.optimiser_s)
+        self._warnings: list[dict[str, Any]] = []
         self._lead_error = ""
         self._degraded = ""
         self._begun = False
@@ -230,24 +229,26 @@ class PlannerService:
         if look.instances is not None:
             held = allocations(look.instances, awaited=self._awaited())
         plan = self._plan(leading=leading)
+        await self._places.look(plan, now_s=now_s)
+        if plan.compiled != self._places.compiled:
+            plan = replace(plan, compiled=self._places.compiled)
         observation = observe(
             model=plan.model,
             previous=self._previous,
             current=self._current,
             allocations=held,
             refused=refusals(done),
-            t_ready={name: self._quantiles(name, plan, now_s) for name in POOLS},
+            nodes=self._places.nodes,
+            t_ready=t_ready(self._book, plan, prior=self._policy.t_ready, now_s=now_s),
             priors=self._policy.priors,
             now_s=now_s,
             outside=look.outside,
         )
         decision_id = f"d{round(wall_s)}-{self._make_id()}"
         before = self._memory
-        decision, memory = self._brain(
-            observation, plan, before, now_s=now_s, decision_id=decision_id
-        )
-        self._memory = memory
         inputs = Inputs(observation, plan, before, now_s, decision_id)
+        decision, memory, inputs = await think(inputs, self._brain, self._thinker)
+        self._memory = memory
         self._inputs = inputs
         if leading:
             await self._record_and_act(decision, inputs, wall_s=wall_s)
@@ -310,49 +311,13 @@ class PlannerService:
         try:
             leading = await self._leadership.renew(self._journal.next_epoch)
             if leading and self._leadership.epoch != before:
-                await self._take_over()
+                await self._succession.begin(self._leadership.epoch, self._policy.model)
+                self._memory = self._succession.adopted(self._memory)
             return leading
         except ReadyplaneError as error:
             self._lead_error = f"leadership: {error}"
             self._leadership.lose()
             return self._leadership.leading
-
-    async def _take_over(self) -> None:
-        """Go on where an earlier leader ended: its memory, and what it asked for and nobody did."""
-        epoch, now_s = self._leadership.epoch, self._clock.monotonic_s()
-        stored = await self._journal.policy(self._policy.model)
-        if stored is not None and stored.version > self._version:
-            self._use(read_policy(as_stored(stored.document)), stored.version)
-        left = await heritage(
-            self._journal,
-            self._policy.model,
-            leader_epoch=epoch,
-            mine=self._led_epoch,
-            now_s=now_s,
-            wall_s=self._clock.wall_s(),
-        )
-        self._led_epoch = epoch
-        if left.memory is not None:
-            self._memory = adopted(self._memory, left.memory)
-        self._heritage = left.again
-        if left.lost:
-            await self._journal.attach(left.lost)
-
-    def _carry_on(self) -> None:
-        """Do again what an earlier leader may have left undone, once older calls are fenced off."""
-        epoch = self._leadership.epoch
-        for left in self._heritage:
-            log.info(
-                "%d orders, %d drains and %d releases are done again",
-                *(len(left.orders), len(left.drains), len(left.releases)),
-                extra={"scale_decision_id": left.decision_id},
-            )
-            self._hand.carry_out(
-                left.decision_id, left.orders, left.drains, left.releases, leader_epoch=epoch
-            )
-        self._heritage = ()
-        open_orders = {o.worker_id for o in self._memory.orders}
-        self._hand.repeat(open_orders, leader_epoch=epoch)
 
     async def _resolve(self) -> None:
         """Which artifact new workers serve. Kept when the registry is away: content cannot change."""
@@ -385,15 +350,6 @@ class PlannerService:
             # A planner that does not lead watches: it holds everything, and acts on nothing.
             self._plans = key, plan if leading else replace(plan, paused=True)
         return self._plans[1]
-
-    def _quantiles(self, name: str, plan: Plan, now_s: float) -> StartQuantiles:
-        return self._book.quantiles(
-            ROLE_OF[name],
-            worker_class=plan.pool(name).worker_class,
-            mode=plan.start_mode,
-            prior=self._policy.t_ready,
-            now_s=now_s,
-        )
 
     async def _record_and_act(self, decision: Decision, inputs: Inputs, *, wall_s: float) -> None:
         """Journal first, then act: nothing is done that nobody could explain afterwards."""
@@ -430,7 +386,7 @@ class PlannerService:
                 log.info(record.summary, extra={"scale_decision_id": decision.decision_id})
         if not self._leadership.leading:
             return
-        self._carry_on()
+        self._succession.carry_on(self._hand, self._memory)
         self._hand.take(decision, leader_epoch=self._leadership.epoch)
         self._drain_again(decision)
 
@@ -510,7 +466,8 @@ class PlannerService:
             queue.put_nowait(state)
 
     def _document(self, seen: Seen) -> dict[str, Any]:
-        return state_document(seen, state_pools(seen), self._recent)
+        state = state_document(seen, state_pools(seen), self._recent)
+        return {**state, "policy_warnings": self._warnings}
 
     async def state(self, model: str = "") -> dict[str, Any]:
         """See the port. Raises NotFound for another model, Unavailable before the first tick."""
@@ -617,9 +574,14 @@ class PlannerService:
 
     def _use(self, policy: Policy, version: int) -> None:
         self._profiles = pool_profiles(policy)
+        if policy.optimiser != self._policy.optimiser or self._thinker is None:
+            self._thinker = thinker(policy.optimiser, budget_s=self._upkeep.optimiser_s)
         if policy.reference != self._policy.reference:
             self._resolved_s = None
         self._policy, self._version = policy, version
+        self._warnings = policy_warnings(policy, self._profiles)
+        for warned in self._warnings:
+            log.warning(warned["text"], extra={"code": warned["code"]})
         self._kick.set()
 
     def _check(self, model: str) -> None:
