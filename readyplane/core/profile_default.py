@@ -47,7 +47,7 @@ def conservative(
         kv_tokens = max(KV_TOKENS_MIN, int(free / kv_bytes))
     token_s = 2.0 * weights / WEIGHT_BYTES / (gpus * FLOP_PER_S)
     base_s, kv_token_s = weights / (gpus * BYTES_PER_S), kv_bytes / (gpus * BYTES_PER_S)
-    told = [f"{gpus} GPUs"]
+    told = ["1 GPU" if gpus == 1 else f"{gpus} GPUs"]
     told += [] if model_bytes is None else [f"{weights / 1e9:.1f} GB of weights"]
     known = ", ".join(told)
     return ClassProfile(

@@ -16,6 +16,7 @@ from readyplane_lab.cli import (
     decisions,
     doctor,
     policy,
+    profile,
     prove,
     replay,
     route,
@@ -94,4 +95,5 @@ app.command("replay", epilog=replay.EXAMPLES)(replay.replay)
 app.command("prove", epilog=prove.EXAMPLES)(prove.prove)
 _group(artifact.app, "artifact", "Publish, name, show and verify artifacts (models).")
 _group(policy.app, "policy", "Show and change what is wanted of a model's pools.")
+_group(profile.app, "profile", "Measure, import and show what a class of workers can do.")
 _group(trace.app, "trace", "Look into request traces.")
