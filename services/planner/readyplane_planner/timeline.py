@@ -105,7 +105,11 @@ def _started(
     if "refused" in told:
         add("refused", "actuator", "order refused")
         return chain
-    add("ordered", "actuator", "order accepted", missing="the call's answer was not kept")
+    # The answer is read at the next tick, when the allocation may be there already.
+    answers = [s for k in ("ordered", "allocated") if (s := _after(told, k, record)) is not None]
+    accepted_s = min(answers) if "ordered" in told else None
+    missing = "the call's answer was not kept"
+    add("ordered", "actuator", "order accepted", missing=missing, after_s=accepted_s)
     add("allocated", "actuator", "allocated", missing="no list of the actuator showed it")
     add("running", "actuator", "process runs", missing="no list of the actuator showed it")
     known = (_after(told, kind, record) for kind in ("allocated", "ordered"))

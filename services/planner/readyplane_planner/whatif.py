@@ -211,6 +211,7 @@ def text_of(answer: Mapping[str, Any]) -> str:
         if now["wanted"] == then["wanted"] and now["target"] == then["target"]:
             lines.append("  no difference in workers")
             continue
+        lines.append(f"  {_moved(now, then)}")
         lines += [f"  because {text}" for text in _because(answer["what_if"]["reasons"], pool)]
     side = answer["what_if"]
     lines += [f"weighed: {line}" for line in candidate_lines(side)]
@@ -227,6 +228,23 @@ def _pool_line(pool: Mapping[str, Any]) -> str:
         f"{pool['target']}; demand {pool['demand']:,.0f} to {pool['demand_upper']:,.0f} tokens/s "
         f"over {pool['horizon_s']:.0f} s at {pool['worker_rate']:,.0f} a worker; load {load}"
     )
+
+
+def _moved(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+    """The difference in workers, and which of its causes moved by how much."""
+    causes = [
+        f"{label} {then[name] / now[name]:.2f}x"
+        for name, label in (
+            ("demand_upper", "demand"),
+            ("worker_rate", "rate of a worker"),
+            ("horizon_s", "horizon"),
+        )
+        if now[name] and then[name] != now[name]
+    ]
+    wants = f"wants {_amount(then['wanted'])} instead of {_amount(now['wanted'])}"
+    if then["target"] != now["target"]:
+        wants += f", target {then['target']} instead of {now['target']}"
+    return f"{wants}: {', '.join(causes) or 'by its rules alone'}"
 
 
 def _because(reasons: Sequence[Mapping[str, Any]], pool: str) -> list[str]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from statistics import NormalDist
 
 from readyplane_planner import capacity
 from readyplane_planner.optimise.values import Bounds, Candidate, Parts, Problem
@@ -86,7 +87,7 @@ def _outside(count: int, bounds: Bounds, name: str) -> str:
 
 
 def _live(supply: capacity.Supply) -> int:
-    return supply.ready + len(supply.arrivals_s)
+    return math.ceil(supply.total)
 
 
 def _prefill(problem: Problem, count: int, live: int, horizon_s: float) -> _Share:
@@ -127,15 +128,22 @@ def _decode(problem: Problem, count: int, live: int, horizon_s: float) -> _Share
     target_s = problem.tpot_target_s
     rate, most = model.rate_at(target_s), model.sequences_at(target_s)
     residence_s = max(1e-9, model.osl * target_s)
-    lasting = demand.sequences * math.exp(-ready_s / residence_s)
+    fade = math.exp(-ready_s / residence_s)
 
-    def lacking(wanted: float) -> float:
+    def lacking(wanted: float, chance: float) -> float:
+        """Share beyond the rate or the places; `chance`: sequences vary by so many deviations."""
         by_rate = 1.0 - count * rate / wanted if wanted > 0 else 0.0
-        by_place = 1.0 - count * most / lasting if lasting > 0.5 else 0.0
+        steady = capacity.steady_sequences(model, wanted, count)
+        if math.isinf(steady):
+            return max(by_rate, 0.0) or 1.0
+        now = steady + (demand.sequences - steady) * fade
+        held = max(steady + chance * math.sqrt(steady), now)
+        by_place = 1.0 - count * most / held if held > 0.5 else 0.0
         return max(0.0, by_rate, by_place)
 
-    missed = lacking(demand.lasting) * demand.lasting * horizon_s
-    share = lacking(demand.lasting * (1.0 + problem.headroom))
+    missed = lacking(demand.lasting, 0.0) * demand.lasting * horizon_s
+    chance = NormalDist().inv_cdf(problem.quantile)
+    share = lacking(demand.lasting * (1.0 + problem.headroom), chance)
     why_not = ""
     if share > 1e-9:
         why_not = f"with {count} D {share:.0%} of the planned tokens would miss TPOT"
