@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pytest
@@ -95,6 +97,11 @@ class Two:
         assert set(names) <= set(asked), "nothing is allocated that is in no journal"
 
 
+def ids_of(name: str) -> Callable[[], str]:
+    ids = count()
+    return lambda: f"{name}{next(ids):06x}"
+
+
 async def two(world: World, **changes: Any) -> Two:
     store = AwayStore(world.clock.monotonic_s)
     lines = (Lines(world), Lines(world))
@@ -103,10 +110,10 @@ async def two(world: World, **changes: Any) -> Two:
         run.service._leadership = Leadership(
             store, name=MODEL, holder=name, ttl_s=TTL_S, now_s=world.clock.monotonic_s
         )
-        run.service._journal = runs[0].journal
+        run.service._journal = run.service._succession._journal = runs[0].journal
         run.journal = runs[0].journal
-        run.service._make_id = lambda name=name, ids=iter(range(10**9)): f"{name}{next(ids):06x}"
-        run.service._hand._actuator = line  # type: ignore[assignment]
+        run.service._make_id = ids_of(name)
+        run.service._hand._actuator = line
     return Two(world, runs[0], runs[1], lines, store)
 
 
@@ -217,14 +224,15 @@ async def test_cooldowns_back_off_and_targets_are_inherited() -> None:
     pair = await two(grown())
     pair.world.refuse = lambda order: "no place" if order.role is Role.PREFILL else ""
     await pair.both(50)
-    theirs = pair.first.service._memory.guard_p
-    assert theirs.failures > 0
+    theirs = pair.first.service._memory
+    assert theirs.denied
     await pair.kill_first()
     while not pair.second.service._leadership.leading:
         await pair.second.step(1)
-    mine = pair.second.service._memory.guard_p
-    assert mine.failures >= theirs.failures
-    assert mine.desired == theirs.desired
+    mine = pair.second.service._memory
+    assert [(d.pool, d.worker_class) for d in mine.denied] == [("prefill", "h200-slow10")]
+    assert mine.denied[0].count >= theirs.denied[0].count
+    assert mine.guard_p.desired == theirs.guard_p.desired
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, 3600.0])

@@ -51,6 +51,9 @@ class Settings(ServiceSettings):
         20_000, ge=100, le=10_000_000, description="journal at most so many"
     )
     keep_days: float = Field(30.0, gt=0, le=3650, description="and no older ones")
+    optimiser_s: float = Field(
+        0.5, gt=0, le=60, description="how long a foreign optimiser may think in a tick"
+    )
     release_grace_s: float = Field(
         20.0, ge=0, le=600, description="until a released worker is killed"
     )
@@ -128,6 +131,7 @@ async def main(settings: Settings) -> None:
                 keep_decisions=settings.keep_decisions,
                 keep_s=settings.keep_days * DAY_S,
                 release_grace_s=settings.release_grace_s,
+                optimiser_s=settings.optimiser_s,
             ),
             beyond=beyond,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ from readyplane.core.errors import Conflict, NotFound
 from readyplane.core.identity import digest_of_bytes
 from readyplane_planner.decide import Decision, Memory, Plan, decide
 from readyplane_planner.decide.follow import Brain
+from readyplane_planner.optimise.answer import Answer, answered
 from readyplane_planner.signals import Observation
 
 LIST_MAX = 10_000
@@ -26,13 +28,14 @@ OUTCOMES_MAX = 2000
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Everything that `decide` was called with."""
+    """Everything that `decide` was called with; `answer` is a foreign optimiser's."""
 
     observation: Observation
     plan: Plan
     memory: Memory
     now_s: float
     decision_id: str
+    answer: Answer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +279,8 @@ def replayed(record: Record, *, brain: Brain = decide) -> tuple[Decision, Memory
     if not record.inputs:
         raise NotFound("inputs of decision", record.decision_id, "get the record from the journal")
     inputs = decode_inputs(record.inputs)
+    if inputs.answer is not None and brain is decide:
+        brain = partial(decide, optimiser=answered(inputs.answer))
     decision, memory = brain(
         inputs.observation,
         inputs.plan,

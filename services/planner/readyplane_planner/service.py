@@ -11,16 +11,14 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from readyplane.core.errors import Conflict, NotFound, ReadyplaneError, Unavailable
-from readyplane.core.identity import Manifest
-from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import Role, WorkerState
 from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Router
 from readyplane_planner.actuators import ADVISORY, Hand, refusals
-from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Drain, Memory, Plan, decide
+from readyplane_planner.decide import Decision, Drain, Memory, Plan, decide
 from readyplane_planner.decide.follow import Brain
 from readyplane_planner.explain import explanation
 from readyplane_planner.journal import (

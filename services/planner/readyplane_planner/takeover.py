@@ -16,7 +16,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.errors import ReadyplaneError
+from readyplane.kit.clock import Clock
 from readyplane_planner import guard, rollout
+from readyplane_planner.actuators import Hand
 from readyplane_planner.decide import Decision, Drain, Memory, Release, StartOrder
 from readyplane_planner.journal import Journal, Outcome, Record, replayed
 
@@ -56,6 +58,55 @@ class Heritage:
     memory: Memory | None = None
     again: tuple[Unfinished, ...] = ()
     lost: tuple[Outcome, ...] = ()
+
+
+class Succession:
+    """Hands what an earlier leader left to this planner, once for each of its terms."""
+
+    def __init__(self, journal: Journal, clock: Clock) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._epoch = 0
+        self._left = Heritage()
+
+    async def begin(self, leader_epoch: int, model: str) -> None:
+        """A term begins: read what is left. Raises Unavailable."""
+        self._left = await heritage(
+            self._journal,
+            model,
+            leader_epoch=leader_epoch,
+            mine=self._epoch,
+            now_s=self._clock.monotonic_s(),
+            wall_s=self._clock.wall_s(),
+        )
+        self._epoch = leader_epoch
+        await self._journal.attach(self._left.lost)
+
+    def adopted(self, mine: Memory) -> Memory:
+        """The memory to go on with."""
+        theirs = self._left.memory
+        return mine if theirs is None else adopted(mine, theirs)
+
+    def carry_on(self, hand: Hand, memory: Memory) -> None:
+        """Do again what may have been left undone; to be called once older calls are fenced off.
+
+        So are own orders that nobody answered, as long as they are open.
+        """
+        for left in self._left.again:
+            log.info(
+                "%d orders, %d drains and %d releases are done again",
+                *(len(left.orders), len(left.drains), len(left.releases)),
+                extra={"scale_decision_id": left.decision_id},
+            )
+            hand.carry_out(
+                left.decision_id,
+                left.orders,
+                left.drains,
+                left.releases,
+                leader_epoch=self._epoch,
+            )
+        self._left = Heritage()
+        hand.repeat({o.worker_id for o in memory.orders}, leader_epoch=self._epoch)
 
 
 async def heritage(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from readyplane_planner import guard, optimise
-from readyplane_planner.decide import acting, demand, effect, judging, outlook, reasons
+from readyplane_planner.decide import acting, demand, effect, judging, mixing, outlook, reasons
 from readyplane_planner.decide.outlook import Both
-from readyplane_planner.decide.pools import Pool, census, eta_s, not_draining
+from readyplane_planner.decide.pools import (
+    Pool,
+    census,
+    eta_s,
+    not_draining,
+    quantiles_of,
+)
 from readyplane_planner.decide.values import (
     POOLS,
     Decision,
@@ -17,7 +24,8 @@ from readyplane_planner.decide.values import (
     Reason,
 )
 from readyplane_planner.guard import Counts, Verdict
-from readyplane_planner.optimise import Bounds, Demand, Optimiser, Problem, Proposal
+from readyplane_planner.optimise import Demand, Optimiser, Problem, Proposal
+from readyplane_planner.optimise.check import checked
 from readyplane_planner.signals import Kind, Observation
 
 UNPAIRABLE_SAID_MAX = 5
@@ -45,15 +53,22 @@ def decide(
         census("prefill", observation, plan, memory, now_s=now_s),
         census("decode", observation, plan, memory, now_s=now_s),
     )
+    mixing.weigh(pools, observation, plan, memory)
     model, memory = demand.needs(observation, plan, memory, pools, now_s=now_s)
     seen = outlook.predict(observation, plan, model, pools)
     said: list[Reason] = _facts(observation, plan, pools, memory)
     proposal, memory = _propose(observation, plan, memory, model, pools, seen, optimiser, said)
     counts = judging.counts(observation, plan, memory, model, pools, seen)
+    proposal, choices, mixed = mixing.choose(
+        proposal, observation, plan, memory, pools, counts, now_s=now_s
+    )
+    said.extend(mixed)
     verdicts, memory = judging.judge(
         observation, plan, memory, pools, counts, limits, proposal, said, now_s=now_s
     )
-    acted = acting.act(observation, plan, memory, pools, verdicts, said, decision_id, now_s=now_s)
+    acted = acting.act(
+        observation, plan, memory, pools, verdicts, said, decision_id, choices, now_s=now_s
+    )
     memory = acted.memory
     both = [
         _pool_decision(name, observation, plan, memory, verdict, proposal, count, pool, model, seen)
@@ -182,8 +197,8 @@ def _propose(
         ),
         supply_p=seen.supply_p,
         supply_d=seen.supply_d,
-        bounds_p=_bounds(plan, "prefill"),
-        bounds_d=_bounds(plan, "decode"),
+        bounds_p=mixing.bounds(plan, pools[0]),
+        bounds_d=mixing.bounds(plan, pools[1]),
         t_ready_p_s=observation.t_ready["prefill"].p90_s,
         t_ready_d_s=observation.t_ready["decode"].p90_s,
         ttft_target_s=plan.ttft_s,
@@ -192,7 +207,8 @@ def _propose(
         headroom=plan.headroom,
         band=plan.band,
         quantile=plan.slo_quantile,
-        budget_gpus=plan.budget_gpus,
+        # Classes differ in their GPUs: what a mix of them takes is bounded where it is chosen.
+        budget_gpus=None if plan.prefill.classes or plan.decode.classes else plan.budget_gpus,
     )
     if observation.idle:
         # Nothing arrives and nothing runs: what was forecast from the past must not hold a pool.
@@ -200,21 +216,18 @@ def _propose(
         problem = replace(problem, demand_p=idle, demand_d=idle)
     try:
         proposal = optimiser(problem)
+        if optimiser is not optimise.size:
+            proposal = checked(proposal, problem)
         weighed = optimise.weigh(problem, proposal.p, proposal.d)
     except Exception as error:  # noqa: BLE001 - whatever an optimiser does, the guard goes on
         said.append(Reason("optimiser_failed", f"{type(error).__name__}: {error}"))
-        live_p, live_d = (p.live for p in pools)
+        live_p, live_d = (math.ceil(p.live_worth) for p in pools)
         p = guard.fallback(live=live_p, load=seen.load_p.value, limits=plan.prefill.limits)
         d = guard.fallback(live=live_d, load=seen.load_d.value, limits=plan.decode.limits)
         kept = Proposal(p, d, max(p, live_p), max(d, live_d))
         return kept, replace(memory, fallbacks=memory.fallbacks + 1)
     said.extend(Reason(code, text, pool) for code, text, pool in proposal.reasons)
     return replace(proposal, candidates=weighed), memory
-
-
-def _bounds(plan: Plan, name: str) -> Bounds:
-    limits = plan.pool(name).limits
-    return Bounds(limits.low, limits.high, limits.gpus)
 
 
 def _pool_decision(
@@ -247,7 +260,11 @@ def _pool_decision(
         worker_rate=model.model_p.rate if is_p else model.model_d.rate_at(plan.tpot_s),
         correction=correction.factor,
         t_ready=quantiles,
-        etas_s=tuple(sorted(eta_s(c.age_s, quantiles, late=False) for c in pool.coming)),
+        etas_s=tuple(
+            sorted(
+                eta_s(c.age_s, quantiles_of(observation, name, c), late=False) for c in pool.coming
+            )
+        ),
     )
 
 

@@ -16,15 +16,15 @@ ROUND = 0.02
 def size(problem: Problem) -> Proposal:
     """The smallest feasible targets; impossibilities are said in `reasons`."""
     said: Said = []
-    problem, infeasible = _reachable(problem, said)
+    problem, infeasible = reachable(problem, said)
     need_p = prefill_need(problem)
     p = _whole(need_p.workers, problem.bounds_p, "prefill", said)
     need_d = decode_need(problem, prefill_count=p)
     d = _whole(need_d.workers, problem.bounds_d, "decode", said)
     p_keep = max(p, _whole(need_p.keep, problem.bounds_p))
     d_keep = max(d, _whole(need_d.keep, problem.bounds_d))
-    p, stranded = _absorbed(problem, need_p, p, d, said)
-    p, d = _within_budget(problem, p, d, said)
+    p, stranded = absorbed(problem, need_p, p, d, said)
+    p, d = within_budget(problem, p, d, said)
     return Proposal(
         p,
         d,
@@ -43,6 +43,8 @@ def size(problem: Problem) -> Proposal:
 def _whole(workers: float, bounds: Bounds, pool: str = "", said: Said | None = None) -> int:
     """Rounded up and within the bounds; says so when the upper one cuts it."""
     wanted = math.ceil(workers - ROUND)
+    if wanted > 0:
+        wanted += bounds.spare
     if wanted > bounds.high and said is not None:
         name = "P" if pool == "prefill" else "D"
         text = (
@@ -52,7 +54,7 @@ def _whole(workers: float, bounds: Bounds, pool: str = "", said: Said | None = N
     return max(bounds.low, min(bounds.high, wanted))
 
 
-def _reachable(problem: Problem, said: Said) -> tuple[Problem, tuple[str, ...]]:
+def reachable(problem: Problem, said: Said) -> tuple[Problem, tuple[str, ...]]:
     """Replace targets that one unloaded worker already misses: no replica count helps (B30)."""
     infeasible: list[str] = []
     best_s = problem.prefill.own_s + problem.prefill.overhead_s
@@ -89,7 +91,7 @@ def _out_of_reach(name: str, target_s: float, best_s: float, used_s: float) -> s
     )
 
 
-def _absorbed(problem: Problem, need: Need, p: int, d: int, said: Said) -> tuple[int, int]:
+def absorbed(problem: Problem, need: Need, p: int, d: int, said: Said) -> tuple[int, int]:
     """Cut P to what D at its own limit can take; what is cut would only have been stranded."""
     demand_p, demand_d = problem.demand_p.lasting, problem.demand_d.lasting
     if d < problem.bounds_d.high or demand_p <= 0 or demand_d <= 0 or p <= problem.bounds_p.low:
@@ -107,7 +109,7 @@ def _absorbed(problem: Problem, need: Need, p: int, d: int, said: Said) -> tuple
     return p, 0
 
 
-def _within_budget(problem: Problem, p: int, d: int, said: Said) -> tuple[int, int]:
+def within_budget(problem: Problem, p: int, d: int, said: Said) -> tuple[int, int]:
     """Cut both pools in proportion until they fit the budget; never below a minimum (B45)."""
     budget, bp, bd = problem.budget_gpus, problem.bounds_p, problem.bounds_d
     if budget is None or p * bp.gpus + d * bd.gpus <= budget:
