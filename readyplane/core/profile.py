@@ -23,6 +23,10 @@ from readyplane.core.identity import digest_of
 from readyplane.core.profile_fit import StageFit, fit_document, read_fit
 
 
+EAGER_FACTOR = 1.3
+"""Assumed of an engine without compiled graphs until a profile says what was measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinkClass:
     """A class of link between two workers.
@@ -54,6 +58,7 @@ class ClassProfile:
         kv_bytes_per_token: bytes handed over per token.
         max_batch_tokens: tokens of one prefill chunk. max_num_seqs: sequences at once.
         slow_factor: every time above is multiplied by it (1 = as measured); a demo states it.
+        eager_factor: times of a worker started eagerly, without compiled graphs, over those above.
         measured: False for figures that nobody measured on this class: targets made with it are
             advice until its correction rests on enough evidence.
         fit: how well it predicts what it was not made of; empty where nobody worked that out.
@@ -71,6 +76,7 @@ class ClassProfile:
     max_batch_tokens: int = 8192
     max_num_seqs: int = 256
     slow_factor: float = 1.0
+    eager_factor: float = EAGER_FACTOR
     measured: bool = True
     fit: tuple[StageFit, ...] = ()
 
@@ -86,6 +92,8 @@ class ClassProfile:
     def document(self) -> dict[str, object]:
         """JSON document with the attribute names; `measured` and `fit` only where they say more."""
         more: dict[str, object] = {} if self.measured else {"measured": False}
+        if self.eager_factor != EAGER_FACTOR:
+            more["eager_factor"] = self.eager_factor
         if self.fit:
             more["fit"] = fit_document(self.fit)
         return {
@@ -253,8 +261,10 @@ _NUMBERS = (
     "max_batch_tokens",
     "max_num_seqs",
     "slow_factor",
+    "eager_factor",
 )
-_WHOLE = frozenset(_NUMBERS) - {"price_per_gpu_hour", "slow_factor"}
+_OPTIONAL = frozenset({"max_batch_tokens", "max_num_seqs", "slow_factor", "eager_factor"})
+_WHOLE = frozenset(_NUMBERS) - {"price_per_gpu_hour", "slow_factor", "eager_factor"}
 
 
 def _read_profile(cls: type[ClassProfile], doc: Mapping[str, object]) -> ClassProfile:
@@ -291,7 +301,7 @@ def _scalars(doc: Mapping[str, object]) -> dict[str, object]:
             raise InvalidField(f"profile.{name}", text, "use a non-empty text")
         values[name] = text
     for name in _NUMBERS:
-        if name not in doc and name in ("max_batch_tokens", "max_num_seqs", "slow_factor"):
+        if name not in doc and name in _OPTIONAL:
             continue
         number = _positive(doc.get(name), f"profile.{name}")
         values[name] = int(number) if name in _WHOLE else number

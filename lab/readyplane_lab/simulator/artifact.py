@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from readyplane.core.errors import NotFound
 from readyplane.core.identity import ArtifactKind, Canary, FileEntry, Manifest, TensorEntry
+from readyplane.ports import FetchPlan
 
 
 class Artifacts:
@@ -50,6 +51,13 @@ class Artifacts:
         """See `ports.Registry`."""
         del reference, kind, need
         return self.newest
+
+    async def plan_fetch(
+        self, digest: str, *, worker_id: str, incarnation: str, node: str
+    ) -> FetchPlan:
+        """See `ports.Registry`; every simulated start has a node of its own, all alike."""
+        del digest, worker_id, incarnation, node
+        return FetchPlan(())
 
 
 def one_tensor_manifest(model: str, revision: int = 0) -> Manifest:

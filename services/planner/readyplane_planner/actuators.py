@@ -170,6 +170,7 @@ class Hand:
             mode=StartMode(order.mode),
             scale_decision_id=decision_id,
             convertible_tpot_s=order.convertible_tpot_s,
+            node_preference=order.nodes,
         )
 
         async def call() -> Done:

@@ -40,24 +40,39 @@ class Combine(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """Workers of a pool: ready now, and seconds until each pending one is expected."""
+    """Workers of a pool: ready now, and seconds until each pending one is expected.
 
-    ready: int
+    Attributes:
+        sizes: what each pending one is worth in workers; empty for one each.
+    """
+
+    ready: float
     arrivals_s: tuple[float, ...] = ()
+    sizes: tuple[float, ...] = ()
 
-    def at(self, ahead_s: float) -> int:
+    @property
+    def total(self) -> float:
+        """Everybody, sooner or later."""
+        return self.ready + (sum(self.sizes) if self.sizes else len(self.arrivals_s))
+
+    def at(self, ahead_s: float) -> float:
         """Workers that serve `ahead_s` from now."""
+        if self.sizes:
+            pairs = zip(self.arrivals_s, self.sizes, strict=True)
+            return self.ready + sum(size for eta, size in pairs if eta <= ahead_s)
         return self.ready + sum(1 for eta in self.arrivals_s if eta <= ahead_s)
 
-    def steps(self, within_s: float) -> list[tuple[int, float]]:
+    def steps(self, within_s: float) -> list[tuple[float, float]]:
         """(workers that serve, for how many seconds), one after another until then."""
         if not self.arrivals_s:
             return [(self.ready, within_s)]
         count, at_s = self.at(0.0), 0.0
-        out: list[tuple[int, float]] = []
-        for eta in sorted(e for e in self.arrivals_s if 0 < e < within_s):
-            out.append((count, eta - at_s))
-            count, at_s = count + 1, eta
+        out: list[tuple[float, float]] = []
+        sizes = self.sizes or (1,) * len(self.arrivals_s)
+        for eta, size in sorted(zip(self.arrivals_s, sizes, strict=True)):
+            if 0 < eta < within_s:
+                out.append((count, eta - at_s))
+                count, at_s = count + size, eta
         out.append((count, within_s - at_s))
         return out
 
@@ -258,7 +273,7 @@ def overruns(
     return beyond
 
 
-def served_tokens(rate: float, steps: Iterable[tuple[int, float]], workers_max: float) -> float:
+def served_tokens(rate: float, steps: Iterable[tuple[float, float]], workers_max: float) -> float:
     """Tokens that a pool serves in these steps, with at most `workers_max` workers at a time."""
     tokens = 0.0
     for count, lasts_s in steps:
@@ -348,7 +363,7 @@ def _ttft_s(
     model: PrefillModel,
     demand: float,
     backlog: float,
-    workers: int,
+    workers: float,
     served: float,
     ahead_s: float,
     quantile: float,
@@ -411,7 +426,7 @@ def predict_tpot(
 ) -> Prediction:
     """Worst TPOT over the horizon. Demand lags: what runs now drains while new answers begin."""
     step_s = horizon_s / STEPS
-    workers = [max(1, supply.at(step_s * step)) for step in range(STEPS + 1)]
+    workers = [supply.at(step_s * step) or 1 for step in range(STEPS + 1)]
     worst = low = _worst_tpot(model, upper, sequences, workers, step_s)
     if level != upper:
         low = _worst_tpot(model, level, sequences, workers, step_s)
@@ -421,7 +436,7 @@ def predict_tpot(
 
 
 def _worst_tpot(
-    model: DecodeModel, demand: float, sequences: float, workers: Iterable[int], step_s: float
+    model: DecodeModel, demand: float, sequences: float, workers: Iterable[float], step_s: float
 ) -> float:
     """Longest iteration of fluid steps: answers begin at demand/osl and end at the rate the batch
     makes tokens; `workers` serve in each.

@@ -20,11 +20,16 @@ from readyplane.core.startup import (
     start_quantiles,
 )
 from readyplane.core.worker import Role, Worker, WorkerState
+from readyplane_planner.decide import POOLS, ROLE_OF, Plan, start_key
 
 SAMPLES_MAX = 64
 SAMPLE_AGE_S_MAX = 6 * 3600.0
 TIER_SAMPLES_MIN = 5
 KNOWN_S_MAX = 60.0
+MODE_SHARES = {StartMode.JIT: 1.0, StartMode.EAGER: 0.6, StartMode.AOT: 0.75}
+"""Of the T_ready of a compiling start. Of an engine's initialisation compiling and capturing graphs
+took 60 % where they were measured (25 s against 10 s with a filled cache), and that is about
+half to two thirds of a start that has its weights near."""
 RUNNING = frozenset({WorkerState.ORDERED, WorkerState.PROVISIONED})
 
 
@@ -139,6 +144,44 @@ class StartBook:
             if len(same_tier) >= TIER_SAMPLES_MIN:
                 fitting = same_tier
         return start_quantiles(fitting, now_s=now_s, prior=prior)
+
+
+def t_ready(
+    book: StartBook, plan: Plan, *, prior: StartQuantiles, now_s: float
+) -> dict[str, StartQuantiles]:
+    """Quantiles by pool, of its reference class in its usual mode, and by `start_key` besides where
+    classes or modes are to be chosen among.
+    """
+    found: dict[str, StartQuantiles] = {}
+    chosen = plan.start_mode == "auto"
+    usual = StartMode.JIT if chosen else StartMode(plan.start_mode)
+    for name in POOLS:
+        role, pool = ROLE_OF[name], plan.pool(name)
+        found[name] = book.quantiles(
+            role, worker_class=pool.worker_class, mode=usual, prior=prior, now_s=now_s
+        )
+        if not (pool.classes or chosen):
+            continue
+        for worker_class in pool.names:
+            own = book.quantiles(
+                role, worker_class=worker_class, mode=usual, prior=prior, now_s=now_s
+            )
+            found[start_key(name, worker_class, usual)] = own
+            for mode in (m for m in StartMode if m is not usual and chosen):
+                found[start_key(name, worker_class, mode)] = book.quantiles(
+                    role,
+                    worker_class=worker_class,
+                    mode=mode,
+                    prior=in_mode(own, mode),
+                    now_s=now_s,
+                )
+    return found
+
+
+def in_mode(usual: StartQuantiles, mode: StartMode) -> StartQuantiles:
+    """What a compiling start took, as another mode is assumed to take it until it was tried."""
+    share = MODE_SHARES[mode]
+    return StartQuantiles(share * usual.p50_s, share * usual.p90_s, share * usual.p99_s, 0, 0.0)
 
 
 def sample_document(sample: StartSample) -> dict[str, Any]:

@@ -6,13 +6,16 @@ bookkeeping that keeps an order from being counted twice or forgotten.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.startup import StartQuantiles
-from readyplane_planner.decide import rolling, victims
+from readyplane_planner.decide import mixing, rolling, victims
+from readyplane_planner.decide.mixing import Choice, Pick
 from readyplane_planner.decide.pools import Pool, arrives_soon
 from readyplane_planner.decide.values import (
+    POOLS,
     Drain,
     Memory,
     OpenOrder,
@@ -26,6 +29,7 @@ from readyplane_planner.rollout import Generation, Step, Told
 from readyplane_planner.signals import Observation
 
 SERVED_MAX = 4096
+LIVES_MAX = 32
 Both = tuple[Pool, Pool]
 
 
@@ -49,10 +53,16 @@ def act(
     verdicts: tuple[Verdict, Verdict],
     reasons: list[Reason],
     decision_id: str,
+    choices: tuple[Choice, Choice] | None = None,
     *,
     now_s: float,
 ) -> Acted:
-    """Turn verdicts into orders, drains and releases, and remember them."""
+    """Turn verdicts into orders, drains and releases, and remember them.
+
+    Args:
+        choices: of each pool, which classes and modes; None for the only one there is.
+    """
+    chosen = choices or (mixing.plain(plan, "prefill"), mixing.plain(plan, "decode"))
     turn = rolling.turn(observation, plan, memory, pools, verdicts, now_s=now_s)
     step = turn.step
     memory = replace(memory, generation=turn.generation, rollout=turn.state)
@@ -66,15 +76,22 @@ def act(
         if grow and not (plan.manifest_digest and step.grow.digest):
             reasons.append(Reason("artifact_unknown", "no artifact to start from", pool.name))
             grow = 0
-        _order(acted, pool.name, grow, step.grow, plan, decision_id, now_s=now_s)
-        _surge(acted, pool, step.surge[place], step, plan, reasons, decision_id, now_s=now_s)
+        picks = _affordable(acted, pools, chosen[place].picks(grow), pool.name, plan, reasons)
+        grow = len(picks)
+        _order(acted, pool.name, picks, step.grow, plan, decision_id, reasons, now_s=now_s)
+        surge = chosen[place].picks(step.surge[place])
+        _surge(acted, pool, surge, step, plan, reasons, decision_id, now_s=now_s)
         acted.releases.extend(
             Release(worker_id, pool.name, "its generation is rolled back")
             for worker_id in step.cancel[place]
         )
         quantiles = observation.t_ready[pool.name]
         wanted = 0 if step.owns else shrink
-        given_up = _give_up(acted, pool, wanted, step.retire[place], plan, quantiles, reasons)
+        parts = _by_class(pool, chosen[place].gives, wanted)
+        given_up = sum(
+            _give_up(acted, part, count, (), plan, quantiles, reasons) for part, count in parts
+        )
+        given_up += _give_up(acted, pool, 0, step.retire[place], plan, quantiles, reasons)
         if step.owns:
             # Who goes while generations are mixed is the roll-out's choice, in its own time.
             done.append(Verdict(verdict.target, grow, shrink, verdict.reasons))
@@ -90,7 +107,7 @@ def act(
 def _surge(
     acted: Acted,
     pool: Pool,
-    count: int,
+    picks: Sequence[Pick],
     step: Step,
     plan: Plan,
     reasons: list[Reason],
@@ -99,35 +116,38 @@ def _surge(
     now_s: float,
 ) -> None:
     """Workers of the generation to come, beside those that the pool shall have (R17.2)."""
-    if not count:
+    if not picks:
         return
-    text = f"{count} more of generation {step.goal.number} start beside the others"
+    text = f"{len(picks)} more of generation {step.goal.number} start beside the others"
     reasons.append(Reason("rollout", text, pool.name))
-    _order(acted, pool.name, count, step.goal, plan, decision_id, now_s=now_s)
+    _order(acted, pool.name, picks, step.goal, plan, decision_id, reasons, now_s=now_s)
 
 
 def _order(
     acted: Acted,
     name: str,
-    count: int,
+    picks: Sequence[Pick],
     generation: Generation,
     plan: Plan,
     decision_id: str,
+    reasons: list[Reason],
     *,
     now_s: float,
 ) -> None:
     memory = acted.memory
     suffix = decision_id.rpartition("-")[2]
-    for _ in range(count):
+    for why in dict.fromkeys(pick.why for pick in picks if pick.why):
+        reasons.append(Reason("choice", f"{'P' if name == 'prefill' else 'D'}: {why}", name))
+    for pick in picks:
         memory = replace(memory, numbered=memory.numbered + 1)
         worker_id = f"{name[0]}-{memory.numbered}-{suffix}"
         start = StartOrder(
             worker_id=worker_id,
             pool=name,
-            worker_class=plan.pool(name).worker_class,
+            worker_class=pick.worker_class,
             manifest_digest=generation.digest,
             generation=max(1, generation.number),
-            mode=plan.start_mode,
+            mode=pick.mode,
             convertible_tpot_s=plan.pool(name).convertible_tpot_s,
         )
         acted.orders.append(start)
@@ -143,6 +163,55 @@ def _order(
         )
         memory = replace(memory, orders=(*memory.orders, order))
     acted.memory = memory
+
+
+def _affordable(
+    acted: Acted,
+    pools: Both,
+    picks: tuple[Pick, ...],
+    name: str,
+    plan: Plan,
+    reasons: list[Reason],
+) -> tuple[Pick, ...]:
+    """Of the picks, those that the budget holds: classes differ in their GPUs.
+
+    Where there is one class, guard has counted them already.
+    """
+    if plan.budget_gpus is None or not (plan.prefill.classes or plan.decode.classes):
+        return picks
+    gpus = {
+        (pool, c.worker_class): c.profile.gpus
+        for pool in POOLS
+        for c in mixing.classes_of(plan.pool(pool))
+    }
+    room = plan.budget_gpus - sum(mixing.gpus_held(pool, plan) for pool in pools)
+    room -= sum(gpus[order.pool, order.worker_class] for order in acted.orders)
+    kept: list[Pick] = []
+    for pick in picks:
+        each = gpus[name, pick.worker_class]
+        if each <= room:
+            kept.append(pick)
+            room -= each
+    if len(kept) < len(picks):
+        text = f"{plan.budget_gpus} GPUs allow {len(kept)} of {len(picks)} new workers now"
+        reasons.append(Reason("budget", text, name))
+    return tuple(kept)
+
+
+def _by_class(pool: Pool, gives: Sequence[str], count: int) -> list[tuple[Pool, int]]:
+    """Parts of a pool and how many of each are to go; the whole pool where classes do not matter."""
+    if not gives or not count:
+        return [(pool, count)]
+    parts = []
+    for name, number in Counter(gives[:count]).items():
+        part = replace(
+            pool,
+            ready=[w for w in pool.ready if w.worker_class == name],
+            unpairable=[w for w in pool.unpairable if w.worker_class == name],
+            coming=[c for c in pool.coming if c.worker_class == name],
+        )
+        parts.append((part, number))
+    return parts
 
 
 def _give_up(
@@ -185,6 +254,9 @@ def _give_up(
     )
     given_up = len(coming) + len(ready)
     going = set(retire)
+    served = [(pool.name, w.ready_age_s) for w in ready if w.ready_age_s is not None]
+    lives = (*acted.memory.lives, *served)[-LIVES_MAX:]
+    acted.memory = replace(acted.memory, lives=lives)
     ready += [w for w in (*pool.ready, *waiting) if w.worker_id in going and w not in ready]
     for worker in ready:
         why = (

@@ -247,11 +247,11 @@ def _corrected(
         correct_p = _learn(
             correct_p,
             (
-                w.prefill_rate / base
+                w.prefill_rate / own
                 for w in pool_p.ready
                 if _warm(w.ready_age_s, plan)
                 and w.prefill_rate is not None
-                and (w.dry_rate or 0.0) > SURELY_BUSY * base > 0
+                and (w.dry_rate or 0.0) > SURELY_BUSY * (own := base * pool_p.worth_of(w)) > 0
             ),
             dt_s,
             plan.prefill.profile,
@@ -261,7 +261,8 @@ def _corrected(
         correct_d = _learn(
             correct_d,
             (
-                profile.iteration_s(w.running, w.kv_tokens) / w.iteration_s
+                plan.decode.iteration_s(w.worker_class, w.mode, w.running, w.kv_tokens)
+                / w.iteration_s
                 for w in pool_d.ready
                 if _warm(w.ready_age_s, plan)
                 and w.iteration_s

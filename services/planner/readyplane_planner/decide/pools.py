@@ -73,7 +73,12 @@ class Pool:
         """What `live` is worth."""
         if not self.worth:
             return self.live
-        return sum(map(self.worth_of, (*self.ready, *self.coming, *self.waiting)))
+        return sum(map(self.worth_of, self.members))
+
+    @property
+    def members(self) -> list[WorkerView | Coming]:
+        """Everyone whom `live` counts."""
+        return [*self.ready, *self.coming, *self.waiting]
 
     @property
     def waiting(self) -> list[WorkerView]:

@@ -19,7 +19,6 @@ from readyplane_planner.rollout import Generation, Rollout, Rules, Told
 from readyplane_planner.signals import Signal
 
 POOLS = ("prefill", "decode")
-MODE_DEFAULT = "jit"
 ROLE_OF = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
 
@@ -61,6 +60,18 @@ class PoolPlan:
     def names(self) -> tuple[str, ...]:
         """Classes that may be started."""
         return tuple(c.worker_class for c in self.classes) or (self.worker_class,)
+
+    def iteration_s(
+        self, worker_class: str, mode: str, sequences: float, kv_tokens: float
+    ) -> float:
+        """Seconds of one decode iteration of a worker of that class, started in that mode."""
+        for offered in self.classes:
+            if offered.worker_class == worker_class:
+                profile = offered.profile
+                break
+        else:
+            profile = self.profile
+        return slowness(profile, mode) * profile.iteration_s(sequences, kv_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,11 @@ class Plan:
     def pool(self, name: str) -> PoolPlan:
         """By pool name."""
         return self.prefill if name == "prefill" else self.decode
+
+
+def slowness(profile: ClassProfile, mode: str) -> float:
+    """Times of a worker started in that mode over those of its class."""
+    return profile.eager_factor if mode == "eager" else 1.0
 
 
 def start_key(pool: str, worker_class: str, mode: str) -> str:

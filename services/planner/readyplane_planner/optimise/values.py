@@ -32,11 +32,15 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Hard limits of one pool, and what one worker of it costs in GPUs."""
+    """Hard limits of one pool, and what one worker of it costs in GPUs.
+
+    `spare`: workers kept beyond the need, for those that may be lost (N+k).
+    """
 
     low: int
     high: int
     gpus: int = 1
+    spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from readyplane_planner.signals.outside import EngineSample, Outside
 from readyplane_planner.signals.values import (
     Allocation,
     Kind,
+    NodeView,
     Observation,
     Priors,
     Refusal,
@@ -31,6 +32,7 @@ def observe(
     current: RouterSample | None,
     allocations: Sequence[Allocation] | None,
     refused: Sequence[Refusal] = (),
+    nodes: Sequence[NodeView] = (),
     t_ready: Mapping[str, StartQuantiles],
     priors: Priors,
     now_s: float,
@@ -111,6 +113,7 @@ def observe(
         fleet_known=current is not None and age_s <= priors.stale_after_s,
         allocations_known=allocations is not None,
         refused=tuple(refused),
+        nodes=tuple(nodes),
         t_ready=dict(t_ready),
         bad=tuple(bad),
         dead_series=dead,

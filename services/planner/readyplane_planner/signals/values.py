@@ -129,6 +129,21 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeView:
+    """What the registry says of one node: seconds to fetch the artifact there from the best source.
+
+    Attributes:
+        fetch_s: None where it did not say. tier, source_node: of that source. why: its words.
+    """
+
+    node: str
+    fetch_s: float | None = None
+    tier: str = "unknown"
+    source_node: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """An order that the actuator did not take, or a drain that the router did not, and why (B35)."""
 
@@ -213,7 +228,9 @@ class Observation:
         workers: living. allocations: what the actuator holds.
         fleet_known: whether the router's fleet is fresh; allocations_known: the actuator's list.
         refused: orders and drains that were not taken since the last observation.
-        t_ready: start quantiles by pool. bad: refused samples. dead_series: ignored worker series.
+        nodes: where workers may start, as the registry sees them.
+        t_ready: start quantiles by pool, and by `start_key` where classes or modes are told apart.
+        bad: refused samples. dead_series: ignored worker series.
         generations: ends of requests since the last sample by artifact, None when not known.
         extra: signals that queries were configured for, beside those above; one that is not known
             holds a pool as any other does (B05). silent: sources that did not answer, and why.
@@ -239,6 +256,7 @@ class Observation:
     fleet_known: bool = True
     allocations_known: bool = True
     refused: tuple[Refusal, ...] = ()
+    nodes: tuple[NodeView, ...] = ()
     t_ready: Mapping[str, StartQuantiles] = field(default_factory=dict)
     bad: tuple[str, ...] = ()
     dead_series: int = 0
