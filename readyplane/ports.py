@@ -386,6 +386,39 @@ class Router(Protocol):
         """No new assignment from now on. Raises StaleEpoch for an older leader or incarnation."""
         ...
 
+    async def activate(
+        self,
+        worker_id: str,
+        *,
+        epoch: int = 0,
+        reason: str = "",
+        deadline_s: float = 0.0,
+        scale_decision_id: str = "",
+        leader_epoch: int = 0,
+    ) -> Worker:
+        """A standby is to serve, with its next renewal; told for `deadline_s` (0: the router's).
+
+        Idempotent; for who serves it changes nothing. Raises as a drain, and Refused.
+        """
+        ...
+
+    async def flip(
+        self,
+        worker_id: str,
+        *,
+        role: Role,
+        epoch: int = 0,
+        reason: str = "",
+        deadline_s: float = 0.0,
+        scale_decision_id: str = "",
+        leader_epoch: int = 0,
+    ) -> Worker:
+        """A ready worker is to serve the other stage, once it has drained its own.
+
+        Idempotent. Raises as a drain, and Refused with every reason why it cannot.
+        """
+        ...
+
     async def list_workers(self, model: str = "") -> Fleet:
         """The fleet now."""
         ...

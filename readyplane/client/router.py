@@ -26,7 +26,7 @@ from readyplane.client.channel import (
 )
 from readyplane.core.errors import LostLease, ReadyplaneError, StaleEpoch, Unavailable
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, reservation_id_of
-from readyplane.core.worker import CheckResult, Fleet, Lease, Serving, Worker, WorkerOffer
+from readyplane.core.worker import CheckResult, Fleet, Lease, Role, Serving, Worker, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import (
     GateVerdict,
@@ -226,6 +226,58 @@ class RouterClient(ServiceClient):
             lambda: pb.DrainRequest(
                 request_id=self._make_id(),
                 worker_id=worker_id,
+                epoch=epoch,
+                reason=reason,
+                deadline_duration=wire.duration(deadline_s, "deadline_s"),
+                scale_decision_id=scale_decision_id,
+                leader_epoch=leader_epoch,
+            ),
+        )
+        return wire.worker_from_proto(response.worker, now_s=self._clock.monotonic_s())
+
+    async def activate(
+        self,
+        worker_id: str,
+        *,
+        epoch: int = 0,
+        reason: str = "",
+        deadline_s: float = 0.0,
+        scale_decision_id: str = "",
+        leader_epoch: int = 0,
+    ) -> Worker:
+        """A standby is to serve."""
+        response: pb.ActivateResponse = await self.call(
+            "Activate",
+            lambda: pb.ActivateRequest(
+                request_id=self._make_id(),
+                worker_id=worker_id,
+                epoch=epoch,
+                reason=reason,
+                deadline_duration=wire.duration(deadline_s, "deadline_s"),
+                scale_decision_id=scale_decision_id,
+                leader_epoch=leader_epoch,
+            ),
+        )
+        return wire.worker_from_proto(response.worker, now_s=self._clock.monotonic_s())
+
+    async def flip(
+        self,
+        worker_id: str,
+        *,
+        role: Role,
+        epoch: int = 0,
+        reason: str = "",
+        deadline_s: float = 0.0,
+        scale_decision_id: str = "",
+        leader_epoch: int = 0,
+    ) -> Worker:
+        """A ready worker is to serve the other stage."""
+        response: pb.FlipResponse = await self.call(
+            "Flip",
+            lambda: pb.FlipRequest(
+                request_id=self._make_id(),
+                worker_id=worker_id,
+                role=wire.role_to_proto(role),
                 epoch=epoch,
                 reason=reason,
                 deadline_duration=wire.duration(deadline_s, "deadline_s"),

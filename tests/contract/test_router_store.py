@@ -137,6 +137,11 @@ async def test_a_record_comes_back_as_it_was(case: Case) -> None:
         ready_wall_s=1.5,
         group_epoch=2,
         keeper="router-1",
+        told="flip",
+        told_reason="decode is short",
+        told_role="decode",
+        told_for_s=30.0,
+        words=2,
     )
     assert await case.store.put(full)
     vitals = Vitals(load=LoadReport(running=3, kv_used_blocks=None), drained=True)

@@ -15,7 +15,14 @@ import httpx
 import pytest
 
 from readyplane.client import RouterClient
-from readyplane.core.errors import LostLease, NoPair, NotFound, PromptTooLong, Unavailable
+from readyplane.core.errors import (
+    LostLease,
+    NoPair,
+    NotFound,
+    PromptTooLong,
+    Refused,
+    Unavailable,
+)
 from readyplane.core.work import EventKind
 from readyplane.core.worker import LoadReport, Role, WorkerState
 from readyplane.kit.clock import SystemClock
@@ -311,6 +318,12 @@ async def test_rest_and_grpc_agree(database_url: str, redis_url: str, tmp_path: 
             drained = await http.post("/v1/workers/d0/drain", json={"reason": "by hand"})
             assert drained.json()["state"] == "draining"
             assert (await http.post("/v1/workers/nobody/drain")).status_code == 404
+            assert (await http.post("/v1/workers/p0/activate")).json()["state"] == "ready"
+            flipped = await http.post("/v1/workers/p0/flip", json={"role": "decode"})
+            assert "its engine was attached" in flipped.json()["error"]["message"]
+            with pytest.raises(Refused, match="its engine was attached"):
+                await router.client.flip("p0", role=Role.DECODE)
+            assert (await router.client.activate("p0")).state is WorkerState.READY
             answer = await http.post("/v1/route", json=body | {"request_id": "r9"})
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
             signals = (await http.get("/v1/signals", params={"model": MODEL})).json()

@@ -109,6 +109,7 @@ async def serve(settings: RouterSettings) -> None:
             incarnation=f"router-{secrets.token_hex(6)}",
             policy=policy,
             on_admitted=starts.admitted,
+            on_followed=starts.followed,
         )
         await _started(service)
         metrics.register(RouterCollector(service))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, pack_tokens
-from readyplane.core.worker import Fleet, Worker
+from readyplane.core.worker import Fleet, Role, Worker
 from readyplane.kit.clock import Clock
 from readyplane.ports import Pair
 from readyplane_router.service import RouterService
@@ -108,6 +108,21 @@ class DrainBody(_Body):
     scale_decision_id: str = ""
 
 
+class ActivateBody(_Body):
+    """Why, and for how long the word is given."""
+
+    epoch: int = Field(0, ge=0, description="0: whatever incarnation lives now")
+    reason: str = ""
+    deadline_s: float = Field(60.0, gt=0, le=86_400)
+    scale_decision_id: str = ""
+
+
+class FlipBody(DrainBody):
+    """The stage to serve from then on, and how long the worker may take to drain."""
+
+    role: Role
+
+
 def routes(service: RouterService, clock: Clock) -> APIRouter:
     """The routes of the router."""
     router = APIRouter(prefix="/v1", tags=["router"])
@@ -136,6 +151,17 @@ def routes(service: RouterService, clock: Clock) -> APIRouter:
     async def drain(worker_id: str, body: DrainBody | None = None) -> dict[str, Any]:
         wanted = body or DrainBody.model_validate({})
         worker = await service.drain(worker_id, **wanted.model_dump())
+        return _worker(worker, clock.monotonic_s())
+
+    @router.post("/workers/{worker_id}/activate", summary="A standby is to serve")
+    async def activate(worker_id: str, body: ActivateBody | None = None) -> dict[str, Any]:
+        wanted = body or ActivateBody.model_validate({})
+        worker = await service.activate(worker_id, **wanted.model_dump())
+        return _worker(worker, clock.monotonic_s())
+
+    @router.post("/workers/{worker_id}/flip", summary="A worker is to serve the other stage")
+    async def flip(worker_id: str, body: FlipBody) -> dict[str, Any]:
+        worker = await service.flip(worker_id, **body.model_dump())
         return _worker(worker, clock.monotonic_s())
 
     @router.get("/signals", summary="Demand, latency and queues")

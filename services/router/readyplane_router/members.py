@@ -24,6 +24,7 @@ from readyplane_router import group, lease
 from readyplane_router.gate import url_is_plausible
 from readyplane_router.pair import Seat, kv_key, seat_key, times_of
 from readyplane_router.store import Record, Vitals
+from readyplane_router.told import Told
 
 NAME_CHARS_MAX = 253
 RANKS_MAX = 4_096
@@ -38,6 +39,8 @@ class Member:
         past: incarnations of this worker id that were fenced.
         moved_s: when its iteration counter last moved (or it had nothing to do).
         leave_at_s: end of its drain deadline.
+        told: what it has been told and has not done. words: how many it was told so far.
+        asked, asked_s: what made it pass the gate (activate or flip), and since when.
     """
 
     offer: WorkerOffer
@@ -66,6 +69,17 @@ class Member:
     provisioned_wall_s: float | None = None
     draining_wall_s: float | None = None
     past: tuple[str, ...] = ()
+    told: Told | None = None
+    words: int = 0
+    asked: str = ""
+    asked_s: float | None = None
+
+    def tell(
+        self, kind: str, reason: str, *, now_s: float, for_s: float, role: Role | None = None
+    ) -> None:
+        """Give it one more word."""
+        self.words += 1
+        self.told = Told(kind, now_s, now_s + for_s, reason, role, self.words)
 
     def past_with(self, successor: str) -> tuple[str, ...]:
         """Fenced incarnations of this worker id once `successor` has taken over."""
@@ -110,6 +124,7 @@ class Member:
             active=self.active,
             promised_prefill_tokens=0 if seat is None else seat.prefill_tokens + seat.other_tokens,
             promised_kv_blocks=0 if seat is None else seat.kv_blocks + seat.other_blocks,
+            told="" if self.told is None else self.told.kind,
         )
 
     def record(self, keeper: str) -> Record:
@@ -127,6 +142,11 @@ class Member:
             provisioned_wall_s=self.provisioned_wall_s,
             ready_wall_s=self.ready_wall_s,
             draining_wall_s=self.draining_wall_s,
+            told="" if self.told is None else self.told.kind,
+            told_reason="" if self.told is None else self.told.reason,
+            told_role="" if self.told is None or self.told.role is None else str(self.told.role),
+            told_for_s=0.0 if self.told is None else self.told.until_s - self.told.since_s,
+            words=self.words,
         )
 
     def vitals(self) -> Vitals:

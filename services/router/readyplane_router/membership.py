@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from readyplane.core.errors import (
     InvalidField,
     LostLease,
-    NotFound,
     StaleEpoch,
     Unavailable,
 )
@@ -21,12 +20,10 @@ from readyplane.core.worker import (
     CheckResult,
     Lease,
     Serving,
-    Worker,
     WorkerOffer,
     WorkerState,
 )
 from readyplane.ports import (
-    Directive,
     GateVerdict,
     GroupStatus,
     KvEventBatch,
@@ -37,7 +34,8 @@ from readyplane.ports import (
 from readyplane_router import gate, group, lease
 from readyplane_router.lease import Standing
 from readyplane_router.members import Member, check_offer, new_group
-from readyplane_router.replica import Replica
+from readyplane_router.telling import Telling
+from readyplane_router.told import ACTIVATE, COUNT_OF, FLIP
 
 KV_BLOCKS_MAX = 4_000_000
 FOLLOW_RETRY_S = 1.0
@@ -47,7 +45,7 @@ RESYNC_EVERY_TICKS = 10
 log = logging.getLogger(__name__)
 
 
-class Membership(Replica):
+class Membership(Telling):
     """What workers ask for, and what is done for them."""
 
     async def is_published(self, model: str) -> bool:
@@ -99,6 +97,9 @@ class Membership(Replica):
             self._gone(before, "fenced by a newer incarnation")
         if before is not None:
             fresh.past = before.past_with(offer.incarnation)
+            told = before.told
+            if told is not None and told.kind == FLIP and told.role is offer.role:
+                fresh.asked_s, fresh.asked = told.since_s, FLIP
         self._members[offer.worker_id] = fresh
         self.counts["granted"] += 1
         self._desk(offer.model)
@@ -223,10 +224,12 @@ class Membership(Replica):
         serving: Serving,
         checks: Sequence[CheckResult],
     ) -> GateVerdict:
-        """Judge the gate evidence; admitted means routable from now on."""
+        """Judge the gate evidence; admitted means routable from now on, or standing by."""
         member = await self._member(worker_id, incarnation, epoch)
         if member.state in (WorkerState.READY, WorkerState.STALLED):
             return GateVerdict(admitted=True, checks=member.checks)
+        if member.state is WorkerState.STANDBY and self._stands_by(member):
+            return GateVerdict(admitted=True, checks=member.checks, standby=True)
         if member.state is WorkerState.DRAINING:
             return GateVerdict(
                 admitted=False, reasons=(f"it is to be drained: {member.drain_reason}",)
@@ -248,15 +251,44 @@ class Membership(Replica):
             return self._refused(member, ("lease: it ended meanwhile",), verdict.checks)
         now_s = self._clock.monotonic_s()
         member.checks, member.serving = verdict.checks, serving
+        if self._stands_by(member):
+            # Judged and told apart: no seat, so that no request can ever meet it.
+            member.become(WorkerState.STANDBY)
+            self.counts["stood_by"] += 1
+            self._roster.bump()
+            await self._tell(member)
+            return GateVerdict(admitted=True, checks=verdict.checks, standby=True)
+        if member.told is not None and member.told.kind == ACTIVATE:
+            member.asked_s, member.asked, member.told = member.told.since_s, ACTIVATE, None
         member.ready_s, member.ready_wall_s = now_s, self._clock.wall_s()
         member.become(WorkerState.READY)
         self._seat(member, profile, now_s)
         await self._tell(member)
         self.counts["admitted"] += 1
-        if self._on_admitted is not None:
+        if member.asked and member.asked_s is not None:
+            self.counts[COUNT_OF[member.asked]] += 1
+            took_s = now_s - member.asked_s
+            log.info(
+                "worker serves as told",
+                extra={"worker": worker_id, "what": member.asked, "seconds": round(took_s, 3)},
+            )
+            if self._on_followed is not None:
+                self._on_followed(member.asked, member.view(), took_s)
+            member.asked = ""
+        elif self._on_admitted is not None:
             self._on_admitted(member.view())
         self._pump(member.offer.model)
         return GateVerdict(admitted=True, checks=verdict.checks)
+
+    def _stands_by(self, member: Member) -> bool:
+        """Whether it is not to serve yet, now: an activation may come or run out at any moment."""
+        told = member.told
+        asked = told is not None and told.kind == ACTIVATE
+        return (
+            member.offer.standby
+            and member.state in (WorkerState.PROVISIONED, WorkerState.STANDBY)
+            and not (asked and told is not None and self._clock.monotonic_s() < told.until_s)
+        )
 
     def _refused(
         self, member: Member, reasons: tuple[str, ...], checks: tuple[CheckResult, ...]
@@ -271,54 +303,10 @@ class Membership(Replica):
         return GateVerdict(admitted=False, reasons=reasons, checks=checks)
 
     async def _still_held(self, member: Member) -> bool:
-        return (
-            self._members.get(member.offer.worker_id) is member
-            and member.state is WorkerState.PROVISIONED
+        return self._members.get(member.offer.worker_id) is member and member.state in (
+            WorkerState.PROVISIONED,
+            WorkerState.STANDBY,
         )
-
-    # ------------------------------------------------------------------------ drain
-
-    async def drain(
-        self,
-        worker_id: str,
-        *,
-        epoch: int,
-        reason: str,
-        deadline_s: float,
-        scale_decision_id: str,
-    ) -> Worker:
-        """No new assignment from now on.
-
-        Raises:
-            NotFound: no such worker lives. StaleEpoch: another incarnation lives.
-        """
-        member = self._members.get(worker_id)
-        if member is None or member.state is WorkerState.GONE:
-            raise NotFound("worker", worker_id, "list the workers")
-        if epoch and epoch != member.epoch:
-            raise StaleEpoch("worker epoch", epoch, member.epoch, "list the workers and ask again")
-        bound_s = deadline_s if deadline_s > 0 else self.policy.drain_deadline_s
-        if member.state is not WorkerState.DRAINING:
-            why = f"{reason or 'asked for'}"
-            if scale_decision_id:
-                why += f" ({scale_decision_id})"
-            self._drain(member, why, bound_s, self._clock.monotonic_s())
-            await self._tell(member)
-        return member.view()
-
-    def _directives(self, member: Member, now_s: float) -> tuple[Directive, ...]:
-        out = []
-        if member.state is WorkerState.DRAINING:
-            left_s = max(0.0, (member.leave_at_s or now_s) - now_s)
-            idle = member.active == 0 and (member.drained or member.seat is None)
-            if idle or left_s <= 0.0:
-                why = "drained" if idle else "the drain deadline has passed"
-                out.append(Directive("leave", 0.0, why))
-            else:
-                out.append(Directive("drain", left_s, member.drain_reason))
-        if self._desk(member.offer.model).index.is_suspect(member.key):
-            out.append(Directive("replay_kv", None, "KV events are missing"))
-        return tuple(out)
 
     # ------------------------------------------------------------------------ looking after
 
@@ -332,6 +320,8 @@ class Membership(Replica):
                 self._past_deadline(member, now_s)
             elif member.state in (WorkerState.READY, WorkerState.STALLED) and member.mine:
                 await self._stall_or_recover(member)
+            else:
+                await self._expire_word(member, now_s)
             if member.seat is not None:
                 member.seat.sequences_cap = self._cap(member, now_s)
         for model in {m.offer.model for m in self._members.values()}:

@@ -17,6 +17,7 @@ from readyplane.core.startup import SegmentName
 from readyplane.core.worker import Role, Worker, WorkerState
 from readyplane_router.desk import Desk
 from readyplane_router.service import OTHER_MODEL, RouterService
+from readyplane_router.told import ACTIVATE, FLIP
 
 START_BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)
 LABELS = ("pool", "worker_class", "model")
@@ -69,7 +70,27 @@ class StartMetrics:
             (*LABELS, "reason"),
             registry=registry,
         )
+        self._followed = {
+            ACTIVATE: Histogram(
+                "readyplane_activation_seconds",
+                "From telling a standby to serve until it is routable",
+                LABELS,
+                buckets=START_BUCKETS_S,
+                registry=registry,
+            ),
+            FLIP: Histogram(
+                "readyplane_flip_seconds",
+                "From telling a worker to serve the other stage until it does, its drain included",
+                LABELS,
+                buckets=START_BUCKETS_S,
+                registry=registry,
+            ),
+        }
         self._reasons: set[str] = set()
+
+    def followed(self, what: str, worker: Worker, seconds: float) -> None:
+        """Count one worker that serves as it was told."""
+        self._followed[what].labels(*_labels_of(worker)).observe(seconds)
 
     def admitted(self, worker: Worker) -> None:
         """Count one finished start."""
@@ -133,6 +154,7 @@ class RouterCollector(Collector):
         for labels, found in groups.items():
             for state in (
                 WorkerState.PROVISIONED,
+                WorkerState.STANDBY,
                 WorkerState.READY,
                 WorkerState.DRAINING,
                 WorkerState.STALLED,

@@ -17,6 +17,7 @@ from readyplane.core.errors import (
 )
 from readyplane.core.profile import ClassProfile
 from readyplane.core.worker import (
+    Role,
     Worker,
     WorkerState,
 )
@@ -30,10 +31,14 @@ from readyplane_router.members import Member, new_group
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.roster import Roster
 from readyplane_router.store import Change, Record, Renew, Store, Vitals
+from readyplane_router.told import Told
 
 FOLLOW_RETRY_S = 1.0
 RESYNC_EVERY_TICKS = 10
-COUNTED = ("granted", "fenced", "expired", "left", "admitted", "refused", "drain_aborts")
+COUNTED = (
+    *("granted", "fenced", "expired", "left", "admitted", "refused", "drain_aborts"),
+    *("stood_by", "activated", "activations_expired", "flipped"),
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ class Replica:
         pump: Callable[[str], None],
         owe: Callable[[str, Sequence[tuple[str, int]]], None],
         on_admitted: Callable[[Worker], None] | None,
+        on_followed: Callable[[str, Worker, float], None] | None,
     ) -> None:
         """Built by the service; `desk`, `pump` and `owe` are its own."""
         self.policy = policy
@@ -63,7 +69,8 @@ class Replica:
         self._store, self._epochs, self._clock = store, epochs, clock
         self._admission, self._roster, self._link = admission, roster, link
         self._incarnation = incarnation
-        self._desk, self._pump, self._owe, self._on_admitted = desk, pump, owe, on_admitted
+        self._desk, self._pump, self._owe = desk, pump, owe
+        self._on_admitted, self._on_followed = on_admitted, on_followed
         self._members = roster.members
         self._sharing = sharing.KvSharing(store, incarnation)
         self._ticks = 0
@@ -248,6 +255,13 @@ class Replica:
             if member.state is not WorkerState.GONE:
                 self._gone(member, "it left, or its lease expired, by another router")
             return
+        self._hear(member, record, now_s)
+        if record.state is WorkerState.STANDBY:
+            if member.state is WorkerState.PROVISIONED:
+                member.serving, member.checks = record.serving, record.checks
+                member.become(WorkerState.STANDBY)
+                self._roster.bump()
+            return
         if record.serving is not None and member.seat is None:
             profile = self._admission.profile(record.serving, record.checks)
             if profile is None:
@@ -268,6 +282,21 @@ class Replica:
         ):
             self._shut_by_state(member)
             self._roster.bump()
+
+    def _hear(self, member: Member, record: Record, now_s: float) -> None:
+        """Words that another router gave or took back; each is heard once, by its number."""
+        if record.words > member.words:
+            member.words = record.words
+            role = Role(record.told_role) if record.told_role else None
+            until_s = now_s + record.told_for_s
+            if record.told:
+                member.told = Told(
+                    record.told, now_s, until_s, record.told_reason, role, record.words
+                )
+            else:
+                member.told = None
+        elif record.words == member.words and not record.told and not member.mine:
+            member.told = None
 
     # ------------------------------------------------------------------------ what happens
 

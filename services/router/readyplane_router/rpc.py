@@ -76,6 +76,33 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         now_s = self._clock.monotonic_s()
         return pb.DrainResponse(worker=wire.worker_to_proto(worker, now_s=now_s))
 
+    async def Activate(self, request: pb.ActivateRequest, context: Context) -> pb.ActivateResponse:
+        given = request.HasField("deadline_duration")
+        worker = await self._service.activate(
+            request.worker_id,
+            epoch=request.epoch,
+            reason=request.reason,
+            deadline_s=wire.seconds_of(request.deadline_duration) if given else 0.0,
+            scale_decision_id=request.scale_decision_id,
+            leader_epoch=request.leader_epoch,
+        )
+        now_s = self._clock.monotonic_s()
+        return pb.ActivateResponse(worker=wire.worker_to_proto(worker, now_s=now_s))
+
+    async def Flip(self, request: pb.FlipRequest, context: Context) -> pb.FlipResponse:
+        given = request.HasField("deadline_duration")
+        worker = await self._service.flip(
+            request.worker_id,
+            role=wire.role_from_proto(request.role),
+            epoch=request.epoch,
+            reason=request.reason,
+            deadline_s=wire.seconds_of(request.deadline_duration) if given else 0.0,
+            scale_decision_id=request.scale_decision_id,
+            leader_epoch=request.leader_epoch,
+        )
+        now_s = self._clock.monotonic_s()
+        return pb.FlipResponse(worker=wire.worker_to_proto(worker, now_s=now_s))
+
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: Context
     ) -> pb.ListWorkersResponse:

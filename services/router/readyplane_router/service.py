@@ -79,13 +79,15 @@ class RouterService:
         incarnation: str,
         policy: RouterPolicy | None = None,
         on_admitted: Callable[[Worker], None] | None = None,
+        on_followed: Callable[[str, Worker, float], None] | None = None,
     ) -> None:
         """Put together; `start` before use, `run` as background work.
 
         Args:
             registry: where manifests are read (any `ports.Registry`); None admits attached only.
             profiles: class profiles by name. incarnation: identity of this router's life.
-            on_admitted: told of every admission (for metrics).
+            on_admitted: told of every start that was admitted; on_followed: of every worker that
+                serves as it was told (activate, flip), with the seconds since (for metrics).
         """
         self.policy = policy or RouterPolicy()
         self.incarnation = incarnation
@@ -114,6 +116,7 @@ class RouterService:
             pump=self._pump,
             owe=self._ledger.owe,
             on_admitted=on_admitted,
+            on_followed=on_followed,
         )
 
     async def start(self) -> None:
@@ -187,9 +190,7 @@ class RouterService:
         scale_decision_id: str = "",
         leader_epoch: int = 0,
     ) -> Worker:
-        member = self.roster.members.get(worker_id)
-        if member is not None:
-            self._fences.take(member.offer.model, leader_epoch)
+        self._fence(worker_id, leader_epoch)
         return await self.members.drain(
             worker_id,
             epoch=epoch,
@@ -197,6 +198,51 @@ class RouterService:
             deadline_s=deadline_s,
             scale_decision_id=scale_decision_id,
         )
+
+    async def activate(
+        self,
+        worker_id: str,
+        *,
+        epoch: int = 0,
+        reason: str = "",
+        deadline_s: float = 0.0,
+        scale_decision_id: str = "",
+        leader_epoch: int = 0,
+    ) -> Worker:
+        self._fence(worker_id, leader_epoch)
+        return await self.members.activate(
+            worker_id,
+            epoch=epoch,
+            reason=reason,
+            deadline_s=deadline_s,
+            scale_decision_id=scale_decision_id,
+        )
+
+    async def flip(
+        self,
+        worker_id: str,
+        *,
+        role: Role,
+        epoch: int = 0,
+        reason: str = "",
+        deadline_s: float = 0.0,
+        scale_decision_id: str = "",
+        leader_epoch: int = 0,
+    ) -> Worker:
+        self._fence(worker_id, leader_epoch)
+        return await self.members.flip(
+            worker_id,
+            role=role,
+            epoch=epoch,
+            reason=reason,
+            deadline_s=deadline_s,
+            scale_decision_id=scale_decision_id,
+        )
+
+    def _fence(self, worker_id: str, leader_epoch: int) -> None:
+        member = self.roster.members.get(worker_id)
+        if member is not None:
+            self._fences.take(member.offer.model, leader_epoch)
 
     async def list_workers(self, model: str = "") -> Fleet:
         return self.roster.fleet(model)

@@ -35,6 +35,8 @@ class Record:
     Attributes:
         drain_deadline_s: duration given with the drain. group_epoch: 0 while not published.
         keeper: the router that holds the worker's session.
+        told: what it has been told and has not done, with its reason, role and duration; words:
+            how many it was told so far, so that each router hears each once.
     """
 
     offer: WorkerOffer
@@ -49,6 +51,11 @@ class Record:
     provisioned_wall_s: float | None = None
     ready_wall_s: float | None = None
     draining_wall_s: float | None = None
+    told: str = ""
+    told_reason: str = ""
+    told_role: str = ""
+    told_for_s: float = 0.0
+    words: int = 0
 
 
 @dataclass(frozen=True, slots=True)
