@@ -68,13 +68,9 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _npz(path: Path) -> dynamo.Surfaces:
-    import numpy as np
+    from readyplane_lab.profiling.npz import read_npz
 
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return dynamo.read({name: arrays[name] for name in arrays.files}, where=path.name)
-    except (OSError, ValueError) as error:
-        raise InvalidField("FILE", str(path), f"give a readable .npz ({error})") from error
+    return dynamo.read(read_npz(path), where=path.name)
 
 
 def _text(path: Path, concurrency: float | None) -> tuple[str, list[Run]]:
