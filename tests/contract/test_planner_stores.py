@@ -80,6 +80,17 @@ async def test_newest_first_in_pages_without_inputs(journal: Journal) -> None:
     assert [r.decision_id for r in changes] == ["m-4", "m-2", "m-0"]
 
 
+async def test_what_came_after_a_record_oldest_first(journal: Journal) -> None:
+    for number in range(5):
+        await journal.append(record(number))
+        await journal.append(record(number, model="other"))
+    first = (await journal.get("m-1"))[0]
+    after = await journal.since("m", first.sequence, limit=2)
+    assert [r.decision_id for r in after] == ["m-2", "m-3"]
+    assert {r.inputs for r in after} == {b""}
+    assert await journal.since("m", after[-1].sequence + 9, limit=9) == []
+
+
 async def test_outcomes_are_told_once_and_in_order(journal: Journal) -> None:
     await journal.append(record(1))
     ordered = Outcome("m-1", "p-1", "ordered", BEGUN_S + 1.5, {"note": "local"})
