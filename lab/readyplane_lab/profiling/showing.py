@@ -96,14 +96,13 @@ def plots(profile: ClassProfile) -> list[str]:
         x_label="prompt tokens",
     )
     contexts = _contexts(profile)
-    legend = ", ".join(
-        f"{mark} at {context:,.0f} tokens"
-        for mark, context in zip(CURVE_MARKS, contexts, strict=False)
+    legend = "tokens " + ", ".join(
+        f"{mark} {context:,.0f}" for mark, context in zip(CURVE_MARKS, contexts, strict=False)
     )
     lines += [
         "",
         *plot(
-            f"iteration_ms by sequences (o measured, {legend})",
+            f"iteration_ms by sequences (o measured; {legend})",
             [(n, ms * slow) for n, _, ms in profile.decode_points],
             [
                 (mark, lambda n, c=context: 1e3 * profile.iteration_s(n, n * c))  # type: ignore[misc]
