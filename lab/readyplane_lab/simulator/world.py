@@ -80,7 +80,7 @@ class WorldOptions:
         block_size: tokens of a KV block.
         classes: profiles of worker classes besides the policy's two, for brains that order them.
         quota: GPUs of a worker class that may be held at once. prices: per GPU-hour, where they
-            are not the profile's.
+            are not the policy's or the profile's.
         faults, directives: what happens at which moment. standbys: (prefill, decode) workers that
             are loaded at the first arrival and wait to be activated; only with `initial`.
         record: False keeps neither series nor documents of decisions.
@@ -234,7 +234,9 @@ class World:
             model=self.policy.model,
             worker_class=pool.worker_class,
             manifest_digest=self.artifacts.newest.digest,
-            mode=StartMode(self.policy.start_mode),
+            mode=StartMode.JIT
+            if self.policy.start_mode == "auto"
+            else StartMode(self.policy.start_mode),
             convertible_tpot_s=self._convertible_tpot_s if role is Role.DECODE else 0.0,
         )
 
@@ -274,11 +276,14 @@ class World:
         records = tuple(sorted(self.gateway.records, key=lambda r: r.index))
         invariants.each_request_ended_once(records, requests)
         self._sweep()
+        offered = (*self.policy.prefill.classes, *self.policy.decode.classes)
+        named = {c.worker_class: c.price for c in offered if c.price is not None}
+        prices = {**named, **self.options.prices}
         return WorldResult(
             records=records,
             asked=tuple(r.osl for r in sorted(requests, key=lambda r: r.index)),
             lives=tuple(
-                life_of(w, prices=self.options.prices, began_s=began_s, ended_s=ended_s)
+                life_of(w, prices=prices, began_s=began_s, ended_s=ended_s)
                 for w in self.actuator.everyone.values()
             ),
             decisions=decisions,
@@ -465,5 +470,7 @@ def _classes(
     prefill: PoolPolicy, decode: PoolPolicy, more: Mapping[str, str]
 ) -> dict[str, ClassProfile]:
     """Profile of each worker class that may be ordered."""
-    names = {**more, prefill.worker_class: prefill.profile, decode.worker_class: decode.profile}
+    offered = {c.worker_class: c.profile for c in (*prefill.classes, *decode.classes)}
+    both = {prefill.worker_class: prefill.profile, decode.worker_class: decode.profile}
+    names = {**more, **offered, **both}
     return {name: profiles.load(profile) for name, profile in sorted(names.items())}

@@ -1,46 +1,63 @@
-"""A class for each stage: prompts on A100s, tokens on H100s.
+"""Two classes for both stages: who is taken for what follows from profile and price.
 
-A planner that chooses among classes is not there yet: each pool has one, by policy. What is tried is
-that a pool is sized by the profile of its own class. An A100 takes 2.2 times as long for a prompt at
-half the price, and holds nine sequences within the token target where an H100 holds fifty, so it is
-fit for P only.
+An A100 takes 2.1 times as long for a prompt at 0.4 of the price, so it is the cheaper one for P; of
+output it makes a sixth of what an H100 makes within the token target, and is no good for D. There
+are four A100s only: what P needs beyond them is H100s, which are the first to go again.
 """
 
 from __future__ import annotations
 
-from readyplane_lab.proof.evidence import DECODE, PREFILL, WARM_S, attains, mean_target, unmet
+from readyplane_lab.proof.evidence import DECODE, PREFILL, WARM_S, attains, unmet
 from readyplane_lab.proof.port import CLASS_DEFAULT, Scenario
 from readyplane_lab.simulator.outcome import RunResult
 from readyplane_lab.workload.shapes import Mix, Shaped, constant, product, sine
 
 SPAN_S = 1800.0
-CLASSES = {PREFILL: "a100-tp4", DECODE: "h100-tp4"}
+A100, H100 = "a100-tp4", "h100-tp4"
+CHEAP, QUOTA = 0.4, 4
+CLASSES = [
+    {"worker_class": A100, "profile": "a100-tp4-llama70b", "price": CHEAP, "max": QUOTA},
+    {"worker_class": H100, "profile": CLASS_DEFAULT},
+]
+STEP_S = 5.0
 
 
 def check(run: RunResult) -> tuple[str, ...]:
-    """Each pool has workers of its class, as many as that class needs."""
-    p, d = (mean_target(run, pool, WARM_S, run.span_s) for pool in (PREFILL, DECODE))
-    strangers = sum(x.worker_class != CLASSES[x.pool] for x in run.lives)
+    """The cheap ones first and no more than there are, the fast ones for what is left."""
+    cheap = _held(run, PREFILL, A100)
+    fast = _held(run, PREFILL, H100)
+    both = [(a, h) for a, h in zip(cheap, fast, strict=True) if a + h]
+    early = sum(h > 0 and a < QUOTA - 1 for a, h in both) / max(1, len(both))
     return unmet(
-        (strangers == 0, f"{strangers} workers were of another class than their pool's"),
-        (p > d, f"P had {p:.1f} workers and D {d:.1f}: P was not sized by the slower class"),
+        (max(cheap) <= QUOTA, f"{max(cheap)} A100s were held, {QUOTA} there are"),
+        (max(fast) > 0, "P grew by no H100 when the A100s had run out"),
+        (early < 0.2, f"P held H100s for {early:.0%} of the time while A100s were to be had"),
+        (max(_held(run, DECODE, A100)) == 0, "D took A100s, which cannot keep its target"),
         attains(run, 0.93, WARM_S),
     )
 
 
+def _held(run: RunResult, pool: str, worker_class: str) -> list[int]:
+    """Workers of a class that a pool holds, every few seconds once it is warm."""
+    mine = [x for x in run.lives if (x.pool, x.worker_class) == (pool, worker_class)]
+    times = range(int(WARM_S / STEP_S), int(run.span_s / STEP_S))
+    return [sum(x.allocated_s <= k * STEP_S < x.released_s for x in mine) for k in times]
+
+
 SCENARIO = Scenario(
     name="mixed-hardware",
-    title="P of A100s at half the price and half the speed, D of H100s, load swinging by a third",
+    title="Four A100s at 0.4 of the price and half the speed, H100s beside them, load that swings",
     requests=Shaped(
         product(constant(12.0), sine(600.0, 0.33)),
         Mix(hit=constant(0.1), isl_sigma=0.6, isl_max=3500.0),
         SPAN_S,
     ),
     expected=(
-        "Each pool is sized by its own class: P (A100) has more workers than D (H100), though it "
-        "has less work in H100 seconds, and 93 % of the arrivals meet both targets."
+        "P takes the A100s first, whose work is cheaper, H100s when they have run out, and gives "
+        "those up first; D takes H100s alone; 93 % of the arrivals meet both targets."
     ),
     check=check,
     worker_class="a100-tp4-llama70b",
     decode_class=CLASS_DEFAULT,
+    policy={"prefill": {"classes": CLASSES}, "decode": {"classes": CLASSES}},
 )

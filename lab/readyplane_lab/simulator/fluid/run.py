@@ -6,6 +6,7 @@ Owns the loop: steps of the floor, ticks of the planner, faults between them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from readyplane.core.work import Slo
 from readyplane_lab.simulator.fluid.arrivals import Arrivals, arrivals_of
@@ -25,10 +26,13 @@ DIGEST = "sha256:" + "0" * 64
 def run_fluid(options: FluidOptions, requests: Sequence[WorkloadRequest] | Arrivals) -> RunResult:
     """Simulate one workload from beginning to end.
 
+    Its pools are of one class, and its starts of one mode: a policy that offers more plays with the
+    reference class, compiling.
+
     Raises:
         InvalidField: a policy or columns that make no sense.
     """
-    policy = read_policy(options.policy)
+    policy = _of_one_class(read_policy(options.policy))
     initial = options.initial or (max(1, policy.prefill.min), max(1, policy.decode.min))
     profiles = pool_profiles(policy)
     if not isinstance(requests, Arrivals):
@@ -60,6 +64,13 @@ def run_fluid(options: FluidOptions, requests: Sequence[WorkloadRequest] | Arriv
         },
         planner_s=tuple(control.planner_s),
     )
+
+
+def _of_one_class(policy: Policy) -> Policy:
+    none: dict[str, Any] = {"classes": []}
+    pools = {name: getattr(policy, name).model_copy(update=none) for name in ("prefill", "decode")}
+    mode = "jit" if policy.start_mode == "auto" else policy.start_mode
+    return policy.model_copy(update={**pools, "start_mode": mode})
 
 
 def _play(

@@ -41,6 +41,10 @@ LIFE_COUNT = 2
 KEPT_MIN = 0.1
 """Giving a worker up saves at least that share of its life, however long it would take to return."""
 
+DEAR = 1.5
+"""Whose work costs so much more than another's is not taken while that one can be had. It could be
+cheaper for a small remainder, but a pool that fills every remainder so ends as a crowd of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pick:
@@ -206,7 +210,7 @@ class _Market:
         )
         self.have = _by_class(pool)
         self.modes = {c.worker_class: self._mode(c) for c in classes_of(self._mine)}
-        self.offers = [self._offer(c) for c in classes_of(self._mine)]
+        self.offers = _not_dear([self._offer(c) for c in classes_of(self._mine)])
         self.choice = Choice((), self._more())
 
     def translated(self, proposal: Proposal | None, said: list[Reason]) -> Proposal | None:
@@ -354,7 +358,7 @@ class _Market:
         each = offer.cost / offer.rate
         text = f"{offer.worker_class} {each:.3g} for a {self._mine.worker_class}'s work"
         if not offer.room:
-            return f"{text}, none to be had"
+            return f"{text}, not to be had or too dear"
         return f"{text} (worth {offer.rate:.2g})"
 
     def _explain(self, found: Mix, wanted: float, said: list[Reason]) -> None:
@@ -365,6 +369,16 @@ class _Market:
                 f"refusals and budget leave {found.missing:.1f} of it missing"
             )
             said.append(Reason("short", text, name))
+
+
+def _not_dear(offers: Sequence[Offer]) -> list[Offer]:
+    """The offers without room for those whose work costs far more than that of another one."""
+    ratios = [o.cost / o.rate for o in offers if o.rate > 0 and o.room > 0]
+    most = DEAR * min(ratios, default=0.0)
+    return [
+        replace(o, room=0) if o.room and o.rate > 0 and o.cost / o.rate > most and not o.owed else o
+        for o in offers
+    ]
 
 
 def expected_life_s(memory: Memory, name: str, *, bound_s: float | None = None) -> float:
