@@ -243,9 +243,65 @@ def explanation(decision_id: str) -> dict[str, Any]:
         ],
         "drains": [],
         "releases": [],
+        "timeline": [
+            {
+                "after_s": 0.1,
+                "who": "actuator",
+                "what": "order accepted",
+                "worker_id": "p-2-bbbb",
+                "took_s": None,
+                "note": "",
+            },
+            {
+                "after_s": None,
+                "who": "router",
+                "what": "first request",
+                "worker_id": "p-2-bbbb",
+                "took_s": None,
+                "note": "not known: none yet",
+            },
+        ],
+        "outcome": None,
         "answer": "p-2-bbbb took 5.9 s from its order; canary took 3.8 s of it (64%)",
         "text": "…",
     }
+
+
+def _side(wanted: int) -> dict[str, Any]:
+    pool = {
+        "before": 2,
+        "wanted": wanted,
+        "target": 2,
+        "demand": 1000.0 * wanted,
+        "demand_upper": 1100.0 * wanted,
+        "horizon_s": 62.0,
+        "worker_rate": 900.0,
+        "load": None,
+        "t_ready_p90_s": 60.0,
+    }
+    parts = {"capacity": 200.0, "start_drain": 60.0, "slo": 0.0}
+    return {
+        "prefill": pool,
+        "decode": {**pool, "wanted": 2},
+        "summary": "hold: targets fit the demand",
+        "reasons": [{"code": "max_step", "text": "a step adds 2", "pool": "prefill"}],
+        "candidates": [
+            {"p": wanted, "d": 2, "cost": 260.0, "parts": parts, "feasible": True, "why_not": ""}
+        ],
+        "expected": [],
+    }
+
+
+WHAT_IF = {
+    "model": "demo",
+    "decision_id": "d1790000001-bbbb",
+    "changes": [{"key": "isl", "text": "isl=2x", "from": 1155.0, "to": 2310.0}],
+    "notes": ["measured latencies are those of the real load: only predicted ones count"],
+    "as_is": _side(2),
+    "what_if": _side(4),
+    "differences": [{"pool": "prefill", "field": "wanted", "as_is": 2, "what_if": 4}],
+    "text": "…",
+}
 
 
 @dataclass
@@ -265,6 +321,7 @@ class FakePlanner:
     )
     rows: list[dict[str, Any]] = field(default_factory=list)
     error: ReadyplaneError | None = None
+    differs: bool = False
     asked: list[Any] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
 
@@ -284,6 +341,24 @@ class FakePlanner:
         if decision_id not in {d["decision_id"] for d in self.known}:
             raise NotFound("decision", decision_id)
         return explanation(decision_id)
+
+    async def replay(self, decision_id: str) -> dict[str, Any]:
+        if decision_id not in {d["decision_id"] for d in self.known}:
+            raise NotFound("decision", decision_id)
+        differs = {"field": "prefill.target", "recorded": 2, "replayed": 3}
+        return {
+            "decision_id": decision_id,
+            "summary": "prefill 1 → 2, 1 ordered",
+            "same": not self.differs,
+            "differences": [differs] if self.differs else [],
+            "unrecorded": ["candidates.0.cost"],
+        }
+
+    async def what_if(self, changes: Mapping[str, str], *, model: str = "") -> dict[str, Any]:
+        self.asked.append((dict(changes), model))
+        if self.error is not None:
+            raise self.error
+        return WHAT_IF
 
     async def get_policy(self, model: str = "") -> tuple[dict[str, Any], int]:
         return json.loads(json.dumps(self.policy)), self.version

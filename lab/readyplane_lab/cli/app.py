@@ -15,6 +15,7 @@ from readyplane_lab.cli import (
     attach,
     decisions,
     doctor,
+    plan,
     policy,
     profile,
     prove,
@@ -90,6 +91,7 @@ app.command("workers", epilog=workers.EXAMPLES)(workers.workers)
 app.command("drain", epilog=workers.DRAIN_EXAMPLES)(workers.drain)
 app.command("decisions", epilog=decisions.EXAMPLES)(decisions.decisions)
 app.command("explain", epilog=decisions.EXPLAIN_EXAMPLES)(decisions.explain)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("route", epilog=route.EXAMPLES)(route.route)
 app.command("replay", epilog=replay.EXAMPLES)(replay.replay)
 app.command("prove", epilog=prove.EXAMPLES)(prove.prove)

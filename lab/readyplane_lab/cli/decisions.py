@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +24,10 @@ EXAMPLES = examples(
     "readyplane decisions --json | jq -r '.decisions[0].decision_id'",
 )
 EXPLAIN_EXAMPLES = examples(
-    "readyplane explain last", "readyplane explain 9f2c61aa", "readyplane explain last --json"
+    "readyplane explain last",
+    "readyplane explain 9f2c61aa",
+    "readyplane explain last --json | jq .timeline",
+    "readyplane explain last --replay",
 )
 LIMIT_MAX = 10_000
 SEARCHED_MAX = 2_000
@@ -98,15 +101,25 @@ def explain(
             help="Its id, a unique beginning or end of it, or `last` (newest change).",
         ),
     ],
+    replay: Annotated[
+        bool,
+        switch("--replay", text="Decide again from the recorded inputs; exit 1 if it differs."),
+    ] = False,
     json: Json = False,
     planner: PlannerAddress = "",
 ) -> None:
     """Explain one decision: why it was taken, and why its starts took as long as they did.
 
+    Told are the reasons, what was weighed, what was expected, and a timeline across planner,
+    actuator, agent, gate and router.
     Each start is shown from order (desired) over lease (provisioned) to routable (ready), segment
-    by segment; each drain until its worker had left.
+    by segment; each drain until its worker had left; and whether it was worth it.
+    It works for workers that are gone, and what nobody told is said to be unknown.
     """
     where = find("planner", planner=planner)
+    if replay:
+        _replay(where, decision, json=json)
+        return
     found = run(_explain(where, decision))
     if json:
         output.emit(found)
@@ -116,15 +129,60 @@ def explain(
 
 async def _explain(where: Where, given: str) -> dict[str, Any]:
     async with planner_of(where) as planner:
-        if given == "last":
-            newest = await planner.list_decisions(limit=1, changes_only=True)
-            if not newest:
-                raise NotFound("decision", "last", "nothing has been changed yet")
-            return await planner.explain(newest[0]["decision_id"])
-        try:
-            return await planner.explain(given)
-        except NotFound:
-            return await planner.explain(await _whole_id(planner, given))
+        return await _asked(planner, planner.explain, given)
+
+
+async def _asked(
+    planner: PlannerClient, ask: Callable[[str], Awaitable[dict[str, Any]]], given: str
+) -> dict[str, Any]:
+    """The answer about a decision by its id, the part of one, or `last`."""
+    if given == "last":
+        newest = await planner.list_decisions(limit=1, changes_only=True)
+        if not newest:
+            raise NotFound("decision", "last", "nothing has been changed yet")
+        return await ask(newest[0]["decision_id"])
+    try:
+        return await ask(given)
+    except NotFound as error:
+        if error.what != "decision":
+            raise
+        return await ask(await _whole_id(planner, given))
+
+
+def _replay(where: Where, given: str, *, json: bool) -> None:
+    """Tell whether the brain decides the same again; ends the command with 1 when it does not."""
+
+    async def ask() -> dict[str, Any]:
+        async with planner_of(where) as planner:
+            return await _asked(planner, planner.replay, given)
+
+    found = run(ask())
+    if json:
+        output.emit(found)
+    else:
+        show_replay(output.console(), found)
+    if not found["same"]:
+        raise typer.Exit(1)
+
+
+def show_replay(screen: Console, found: Mapping[str, Any]) -> None:
+    """The comparison for a person."""
+    from rich.markup import escape
+
+    screen.print(f"[bold]{found['decision_id']}[/bold]  {escape(found['summary'])}")
+    if found["same"]:
+        screen.print("the same brain on the recorded inputs gives the same decision")
+    else:
+        made = output.table("field", "recorded", "replayed", fixed=("field",))
+        for each in found["differences"]:
+            made.add_row(
+                each["field"], escape(str(each["recorded"])), escape(str(each["replayed"]))
+            )
+        screen.print(made)
+    if found["unrecorded"]:
+        screen.print(
+            f"[dim]not recorded by the planner that wrote it: {', '.join(found['unrecorded'])}[/dim]"
+        )
 
 
 async def _whole_id(planner: PlannerClient, given: str) -> str:
@@ -143,6 +201,8 @@ def show_explanation(screen: Console, found: Mapping[str, Any]) -> None:
     """The explanation for a person."""
     from rich.markup import escape
 
+    from readyplane_planner.explain import candidate_lines, expectation_lines, outcome_text
+
     decision = found["decision"]
     screen.print(f"[bold]{found['decision_id']}[/bold]  {output.moment(found['at_s'])}")
     screen.print(f"{escape(found['summary'])}  (policy version {found['policy_version']})\n")
@@ -150,6 +210,8 @@ def show_explanation(screen: Console, found: Mapping[str, Any]) -> None:
     for reason in decision.get("reasons", ()):
         pool = f"{reason['pool']}: " if reason.get("pool") else ""
         screen.print(f"  {escape(pool + reason['text'])} [dim]\\[{reason['code']}][/dim]")
+    _show_lines(screen, "weighed", candidate_lines(decision))
+    _show_lines(screen, "expected", expectation_lines(decision))
     for start in found["starts"]:
         _show_start(screen, start)
     for drain in found["drains"]:
@@ -161,7 +223,46 @@ def show_explanation(screen: Console, found: Mapping[str, Any]) -> None:
             screen.print(f"  {escape(drain['note'])}")
     for release in found["releases"]:
         screen.print(f"\n[bold]{release['worker_id']}[/bold] released: {escape(release['why'])}")
-    screen.print(f"\n[bold]answer[/bold]  {escape(found['answer'])}")
+    if moments := found.get("timeline"):
+        screen.print()
+        screen.print(timeline_table(moments))
+    screen.print(f"\n[bold]outcome[/bold] {escape(outcome_text(found))}")
+    screen.print(f"[bold]answer[/bold]  {escape(found['answer'])}")
+
+
+def _show_lines(screen: Console, title: str, lines: Sequence[str]) -> None:
+    from rich.markup import escape
+
+    if lines:
+        screen.print(f"[bold]{title}[/bold]")
+        for line in lines:
+            screen.print(f"  {escape(line)}")
+
+
+def timeline_table(moments: Sequence[Mapping[str, Any]]) -> Table:
+    """Who did what when, in seconds since the decision; a dash is not known."""
+    from rich.markup import escape
+
+    made = output.table(
+        "after",
+        "who",
+        "worker",
+        "what",
+        "took",
+        "",
+        right=("after", "took"),
+        fixed=("who", "worker"),
+    )
+    for moment in moments:
+        made.add_row(
+            output.seconds(moment["after_s"], 1),
+            moment["who"],
+            moment["worker_id"],
+            escape(moment["what"]),
+            "" if moment["took_s"] is None else output.seconds(moment["took_s"]),
+            f"[dim]{escape(moment['note'])}[/dim]" if moment["note"] else "",
+        )
+    return made
 
 
 def _show_start(screen: Console, start: Mapping[str, Any]) -> None:
