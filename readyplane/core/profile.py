@@ -22,9 +22,11 @@ from readyplane.core.errors import InvalidField
 from readyplane.core.identity import digest_of
 from readyplane.core.profile_fit import StageFit, fit_document, read_fit
 
-
 EAGER_FACTOR = 1.3
 """Assumed of an engine without compiled graphs until a profile says what was measured."""
+
+
+ITERATION_S_MIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +175,12 @@ class ClassProfile:
         return y[i - 1] + (y[i] - y[i - 1]) / (x[i] - x[i - 1]) * (tokens - x[i - 1])
 
     def iteration_s(self, sequences: float, kv_tokens: float) -> float:
-        """Seconds of one decode iteration with `sequences` running over `kv_tokens` KV tokens."""
+        """Seconds of one decode iteration with `sequences` running over `kv_tokens` KV tokens.
+
+        Never zero, though a fit through few points may be at its corner: rates divide by it (B13).
+        """
         a, b, c = self._decode
-        return a + b * sequences + c * kv_tokens
+        return max(ITERATION_S_MIN, a + b * sequences + c * kv_tokens)
 
     def decode_coefficients_s(self) -> tuple[float, float, float]:
         """(a, b, c) of `iteration_s`, in seconds: base, per sequence, per KV token."""

@@ -156,6 +156,8 @@ def judge(
             # Not knowing refutes nothing: what was wanted stays wanted, and what is lost meanwhile
             # is replaced (B02).
             target = max(live, min(memory.desired, limits.high))
+            if live < limits.low <= target:
+                reasons.append(_floor(live, limits))
     elif wanted > live:
         at_once = wanted if urgent is None else urgent
         target = _up(wanted, at_once, counts, memory, limits, trust, now_s, reasons)
@@ -270,8 +272,7 @@ def _bounded(
     live = counts.live
     if target < limits.low:
         target = limits.low
-        text = f"at least {limits.low} by the policy; {live} ready or on their way"
-        reasons.append(("floor", text))
+        reasons.append(_floor(live, limits))
     if target > limits.high:
         target = limits.high
         reasons.append(("ceiling", f"at most {limits.high} by the policy"))
@@ -427,6 +428,10 @@ def budgeted(
             text = f"{budget_gpus} GPUs allow {granted[i]} of {out[i].grow} new workers now"
             out[i] = replace(out[i], grow=granted[i], reasons=(*out[i].reasons, ("budget", text)))
     return out[0], out[1]
+
+
+def _floor(live: int, limits: Limits) -> tuple[str, str]:
+    return "floor", f"at least {limits.low} by the policy; {live} ready or on their way"
 
 
 def fallback(*, live: int, load: float | None, limits: Limits) -> int:

@@ -6,7 +6,16 @@ import math
 from dataclasses import replace
 
 from readyplane_planner import guard, optimise
-from readyplane_planner.decide import acting, demand, effect, judging, mixing, outlook, reasons
+from readyplane_planner.decide import (
+    acting,
+    demand,
+    effect,
+    judging,
+    late,
+    mixing,
+    outlook,
+    reasons,
+)
 from readyplane_planner.decide.outlook import Both
 from readyplane_planner.decide.pools import (
     Pool,
@@ -58,6 +67,7 @@ def decide(
     seen = outlook.predict(observation, plan, model, pools)
     said: list[Reason] = _facts(observation, plan, pools, memory)
     proposal, memory = _propose(observation, plan, memory, model, pools, seen, optimiser, said)
+    proposal, memory = late.lifted(proposal, observation, plan, memory, pools[0], said, now_s=now_s)
     counts = judging.counts(observation, plan, memory, model, pools, seen)
     proposal, choices, mixed = mixing.choose(
         proposal, observation, plan, memory, pools, counts, now_s=now_s
@@ -123,10 +133,6 @@ def _facts(observation: Observation, plan: Plan, pools: Both, memory: Memory) ->
     """What was wrong with the data and what happened to starts, before any rule speaks."""
     said = [Reason("bad_value", f"refused sample {name}") for name in observation.bad[:5]]
     said.extend(Reason("source_silent", text) for text in observation.silent[:SILENT_SAID_MAX])
-    wait = observation.latency.get("wait_actual")
-    if wait is not None and wait.count and wait.p90_s > plan.ttft_s:
-        text = f"P90 of the wait before prefill is {wait.p90_s:.1f} s of {plan.ttft_s:g} s TTFT"
-        said.append(Reason("queue_wait", text, "prefill"))
     windows = [w.window_s for n, w in observation.latency.items() if n.endswith("_actual")]
     if max(windows, default=0.0) > plan.actual_window_s:
         text = (

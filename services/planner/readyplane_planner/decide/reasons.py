@@ -24,7 +24,16 @@ CODES = {
     "idle": "demand",
 }
 # What weighs more comes first; what is not listed stands between the rules and the facts.
-WEIGHTY = ("paused", "floor", "ceiling", "budget", "optimiser_failed", "hold", "partial_data")
+WEIGHTY = (
+    "paused",
+    "floor",
+    "ceiling",
+    "budget",
+    "optimiser_failed",
+    "queue_wait",
+    "hold",
+    "partial_data",
+)
 RULES = (
     "slo_infeasible",
     "prefill_at_max",
@@ -39,7 +48,6 @@ RULES = (
     "backlog",
     "hold_idle",
     "cooldown_down",
-    "queue_wait",
 )
 FACTS = (
     "unpairable",

@@ -191,6 +191,7 @@ class Memory:
         denied: classes whose orders are refused. lives: (pool, seconds) that the workers given up
             last had served. generation: of new workers. rollout: where it is.
         last_s: clock of the last decision. numbered: worker names given so far.
+        late_since_s: since when the wait before prefill alone misses TTFT.
         fallbacks: how often the optimiser failed. overrides: guard rules that changed a target.
     """
 
@@ -212,6 +213,7 @@ class Memory:
     fallbacks: int = 0
     overrides: Mapping[str, int] = field(default_factory=dict)
     bad_samples: int = 0
+    late_since_s: float | None = None
     denied: tuple[Denied, ...] = ()
     lives: tuple[tuple[str, float], ...] = ()
 
