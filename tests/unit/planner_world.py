@@ -7,6 +7,7 @@ while their sequences last. Nothing here knows the planner; it only answers its 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,14 @@ from readyplane.core.worker import (
     WorkerOffer,
     WorkerState,
 )
-from readyplane.ports import Instance, LatencyWindow, ModelSignals, Order, RouterSignals
+from readyplane.ports import (
+    GenerationSignals,
+    Instance,
+    LatencyWindow,
+    ModelSignals,
+    Order,
+    RouterSignals,
+)
 from readyplane.profiles import load
 from readyplane_planner.decide import decide
 from readyplane_planner.decide.follow import Brain
@@ -85,6 +93,7 @@ class World:
 
     Attributes:
         rps, isl, osl: demand as functions of seconds since the beginning.
+        attains: share of the requests of an artifact that meet both targets.
         t_ready_s: of the next order, by its number. hang: orders that never become ready.
     """
 
@@ -106,6 +115,8 @@ class World:
     queue: float = 0.0
     sequences: float = 0.0
     totals: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, list[float]] = field(default_factory=dict)
+    attains: Callable[[str], float] = lambda _digest: 1.0
     last_signals: RouterSignals | None = None
     ttft_s: float = 0.5
     tpot_s: float = 0.06
@@ -160,6 +171,11 @@ class World:
             ("finished_total", tokens / osl),
         ):
             self.totals[name] = self.totals.get(name, 0.0) + grown
+        for digest, count in Counter(b.order.manifest_digest for b in d_workers).items():
+            finished = tokens / osl * count / len(d_workers)
+            ends = self.ends.setdefault(digest, [0.0, 0.0])
+            ends[0] += finished
+            ends[1] += finished * self.attains(digest)
         for box in self.members(Role.PREFILL, WorkerState.READY):
             box.active = round(self.queue / isl / max(1, len(p_workers)))
         for box in self.members(Role.DECODE, WorkerState.READY):
@@ -265,6 +281,10 @@ class World:
             ttft_actual=window if busy else LatencyWindow(),
             tpot_actual=tpot if busy else LatencyWindow(),
             length_counts=lengths,
+            generations=tuple(
+                GenerationSignals(digest, int(finished), int(attained))
+                for digest, (finished, attained) in sorted(self.ends.items())
+            ),
         )
         return RouterSignals(
             self.incarnation, uptime_s, {MODEL: replace(signals, **self.overrides)}, fleet

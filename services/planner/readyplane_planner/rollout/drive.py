@@ -366,7 +366,8 @@ def _step(state: Rollout, seen: _Seen, finding: Finding | None) -> Step:
     retire, cancel = nobody, nobody
     if phase in HELD:
         grow = _proven(state, seen)
-        retire = moves.shed(seen.sides, grow.digest) if seen.facts.known else nobody
+        if seen.facts.known:
+            retire = moves.shed(seen.sides, grow.digest, surge=rules.surge)
     else:
         if phase is Phase.SURGING:
             grow = _proven(state, seen)

@@ -95,7 +95,7 @@ def _wanted(side: Side, goal: str, surge: int, *, first: bool) -> int:
         side.target + 2 * surge - live - side.grow - len(side.leaving),
         side.step_up - side.grow,
         side.pending_max - side.grow - pending,
-        (surge if first else side.target) - mine - (0 if first else side.grow),
+        (min(surge, side.target) if first else side.target - side.grow) - mine,
     )
     return max(0, room)
 
@@ -119,14 +119,18 @@ def retire(sides: Sides, goal: str) -> Ids:
     return tuple(gone[0]), tuple(gone[1])
 
 
-def shed(sides: Sides, keep: str) -> Ids:
-    """Whom a smaller target lets go while generations stand side by side; `keep` goes last."""
+def shed(sides: Sides, keep: str, *, surge: int) -> Ids:
+    """Whom a smaller target lets go while generations stand side by side; `keep` goes last.
+
+    What the surge put beside the others stays: it is gone soon enough once somebody resumes.
+    """
     gone: tuple[list[str], list[str]] = ([], [])
     left = tuple(
         sorted((m for m in s.members if _serves(m, keep)), key=lambda m: m.digest == keep)
         for s in sides
     )
-    _surplus(sides, keep, (left[0], left[1]), [s.shrink for s in sides], gone, sort=False)
+    most = [max(s.shrink, min(s.step_down, len(s.members) - s.target - surge)) for s in sides]
+    _surplus(sides, keep, (left[0], left[1]), most, gone, sort=False)
     return tuple(gone[0]), tuple(gone[1])
 
 
