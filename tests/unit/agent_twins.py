@@ -321,6 +321,7 @@ class TwinRouter:
     lease: Lease | None = None
     fleet: Fleet = field(default_factory=Fleet)
     drained_is_enough: bool = True
+    standby: bool = False
 
     def _check(self) -> None:
         if self.away:
@@ -349,6 +350,8 @@ class TwinRouter:
         draining = any(d.kind == "drain" for d in directives) or self.drains
         if renewal.drained and draining and self.drained_is_enough:
             directives.append(Directive("leave", reason="drained"))
+        if renewal.drained:  # nothing is left of the stage: the flip may go on
+            directives = [replace(d, deadline_s=0.0) if d.role else d for d in directives]
         self.directives = [d for d in self.directives if d.kind != "replay_kv"]
         return RenewalAnswer(self.lease, tuple(directives))
 
@@ -378,6 +381,8 @@ class TwinRouter:
         self._holds(worker_id, incarnation, epoch)
         if self.refuse:
             return GateVerdict(False, self.refuse)
+        if self.standby:
+            return GateVerdict(True, standby=True)
         self.admitted.append((serving, checks))
         return GateVerdict(True)
 

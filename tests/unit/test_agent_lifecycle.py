@@ -8,8 +8,7 @@ import pytest
 from readyplane.core.errors import Conflict
 from readyplane_agent.lifecycle import (
     ENDS,
-    SERVES,
-    STARTS,
+    LIVES,
     TRANSITIONS,
     Event,
     State,
@@ -37,6 +36,8 @@ START = (
     Event.CANARY_PASSED,
     Event.ADMITTED,
 )
+STANDBY = (*START[:5], Event.STOOD_BY)
+FLIPPED = (*START, Event.FLIP_ASKED, Event.TURNED)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,18 @@ START = (
         ((Event.LEASE_GRANTED, Event.ENGINE_FOUND, Event.ENGINE_UP), State.PROVING),
         ((*START[:5], Event.REFUSED), State.FAILED),
         ((Event.START_FAILED,), State.FAILED),
+        (STANDBY, State.STANDBY),
+        ((*STANDBY, Event.ACTIVATE_ASKED, Event.ADMITTED), State.READY),
+        ((*STANDBY, Event.ACTIVATE_ASKED, Event.STOOD_BY), State.STANDBY),  # told too late
+        ((*STANDBY, Event.ACTIVATE_ASKED, Event.REFUSED), State.FAILED),
+        ((*STANDBY, Event.LEASE_REGRANTED, Event.STOOD_BY), State.STANDBY),
+        ((*STANDBY, Event.ACTIVATE_ASKED, Event.LEASE_REGRANTED), State.REJOINING),
+        ((*STANDBY, Event.DRAIN_ASKED), State.LEAVING),  # it has served nobody
+        ((*START, Event.FLIP_ASKED), State.FLIPPING),
+        ((*FLIPPED, Event.CANARY_PASSED, Event.ADMITTED), State.READY),
+        ((*FLIPPED, Event.CANARY_PASSED, Event.REFUSED), State.FAILED),
+        ((*START, Event.FLIP_ASKED, Event.DRAIN_ASKED), State.DRAINING),
+        ((*START, Event.FLIP_ASKED, Event.LEASE_REGRANTED), State.REJOINING),  # forgotten
     ],
 )
 def test_paths(events: tuple[Event, ...], state: State) -> None:
@@ -63,7 +76,8 @@ def test_paths(events: tuple[Event, ...], state: State) -> None:
 def test_only_admission_leads_to_ready() -> None:
     """R18.2: no path around the gate."""
     into = {(s, e) for (s, e), after in TRANSITIONS.items() if after is State.READY}
-    assert into == {(State.JOINING, Event.ADMITTED), (State.REJOINING, Event.ADMITTED)}
+    proved = (State.JOINING, State.REJOINING, State.ACTIVATING)
+    assert into == {(state, Event.ADMITTED) for state in proved}
 
 
 def test_weights_are_verified_before_an_engine_may_be_up() -> None:
@@ -87,7 +101,7 @@ def test_what_the_table_lacks_is_refused(state: State, event: Event) -> None:
             step(state, event)
 
 
-@pytest.mark.parametrize("state", [*STARTS, *SERVES])
+@pytest.mark.parametrize("state", LIVES)
 def test_every_living_state_can_be_fenced_die_and_leave(state: State) -> None:
     assert step(state, Event.FENCED_OFF) is State.FENCED
     assert step(state, Event.ENGINE_DIED) is State.FAILED

@@ -217,6 +217,7 @@ class LocalActuator:
                 if order.convertible_tpot_s > 0
                 else ()
             ),
+            *(("--standby", "true") if order.standby else ()),
             *place.agent_args,
         ]
 

@@ -16,16 +16,18 @@ from typing import Any
 from readyplane.core.errors import LostLease, ReadyplaneError, StaleEpoch
 from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import SegmentName, WeightTier, critical_path
-from readyplane.core.worker import Lease, WorkerOffer
+from readyplane.core.worker import Lease, Role, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import Directive, RankReport, Registry, Router, Source
 from readyplane_agent.cache import WeightCache
+from readyplane_agent.changing import Changing
 from readyplane_agent.engines.port import EnginePort
 from readyplane_agent.kv_events import KvForwarder
 from readyplane_agent.lifecycle import (
     ENDS,
     SERVES,
     STARTS,
+    WAITS,
     Event,
     ExitCode,
     State,
@@ -43,6 +45,7 @@ log = logging.getLogger("agent")
 
 START_NEWS_S = 1.0
 DRAIN_NEWS_S = 0.5
+STANDBY_NEWS_S = 0.5
 ENGINE_WATCH_S = 1.0
 LEAVE_LIMIT_S = 3.0
 ENGINE_GRACE_S = 5.0
@@ -93,10 +96,11 @@ class Life:
         self._cache, self._clock, self.trace = cache, clock, trace
         self._on_ready = on_ready
         self.state = State.NEW
-        self.started = Started()
+        self.started = Started(settings.serves)
         self.kv = KvForwarder()
         self.drain_until_s: float | None = None
         self.ready_s: float | None = None
+        self.up_s: float | None = None  # the start is over: it serves, or stands by
         self._drained = False
         self._withdrawn = False
         self._wake = asyncio.Event()
@@ -139,6 +143,15 @@ class Life:
             tell=self._tell,
             started=self.started,
         )
+        self._changing = Changing(
+            start=self._start,
+            started=self.started,
+            session=self.session,
+            clock=clock,
+            state=lambda: self.state,
+            tell=self._tell,
+            end=self.end,
+        )
 
     # ----------------------------------------------------------------------- the whole life
 
@@ -172,11 +185,17 @@ class Life:
         self.background(self._keep_session())
         self.background(self._watch_engine())
         await within(self._start.run(), limit_s=self.settings.start_limit_s, trace=self.trace)
-        self.ready_s = self._clock.monotonic_s()
-        self.session.poke()
+        self.up_s = self._clock.monotonic_s()
         self._report_start()
         self.background(self._follow_kv())
-        self._on_ready(self)
+        self._ready_at_last()
+
+    def _ready_at_last(self) -> None:
+        """Once in a life; a standby's moment comes when it is activated."""
+        self.session.poke()
+        if self.state is State.READY and self.ready_s is None:
+            self.ready_s = self._clock.monotonic_s()
+            self._on_ready(self)
 
     async def _serve(self) -> None:
         """Announce the weights, keep announcing, and watch a drain until the end."""
@@ -188,11 +207,12 @@ class Life:
         while True:
             now_s = self._clock.monotonic_s()
             due = announced_s is None or now_s - announced_s >= max(1.0, ttl_s / 3)
-            if self.state is State.DRAINING:
+            if self.state in {State.DRAINING, State.FLIPPING}:
                 await self._drain_step(now_s)
             elif due and arena is not None:
                 ttl_s, announced_s = await self._announce(), now_s
-            turn_s = DRAIN_NEWS_S if self.state is State.DRAINING else max(1.0, ttl_s / 6)
+            drains = self.state in {State.DRAINING, State.FLIPPING}
+            turn_s = DRAIN_NEWS_S if drains else max(1.0, ttl_s / 6)
             await self._or_wake(turn_s)
 
     async def _or_wake(self, seconds: float) -> None:
@@ -208,10 +228,14 @@ class Life:
         self._wake.clear()
 
     async def _drain_step(self, now_s: float) -> None:
-        if not self._drained and await self.engine.is_idle() and self.transfer.active == 0:
+        leaves = self.state is State.DRAINING
+        given = not leaves or self.transfer.active == 0  # who only flips goes on giving
+        if not self._drained and await self.engine.is_idle() and given:
             self._drained = True
             log.info("drained: the engine holds nothing for anybody")
             self.session.poke()
+        if not leaves:
+            return
         contact_s, lease = self.session.contact_s, self._lease()
         if self._drained and contact_s is not None and now_s - contact_s > lease.ttl_s:
             # Nobody can send work to a worker whose lease has run out; nothing is left to wait for.
@@ -272,15 +296,38 @@ class Life:
         """One directive of the router; repeated ones change nothing."""
         why = directive.reason or f"directive {directive.kind}"
         if directive.kind == "drain":
-            if self.state in STARTS:
+            if self.state in STARTS or self.state in WAITS:
                 self.end(Event.DRAIN_ASKED, why)
             elif self.state is not State.DRAINING and self.state in SERVES:
                 deadline_s = directive.deadline_s or self.settings.drain_deadline_s
                 self._begin_drain(deadline_s, why)
         elif directive.kind in {"leave", "stop"}:
             self.end(Event.LEAVE_ASKED, why)
+        elif directive.kind == "activate":
+            if self.state is State.STANDBY:
+                self.background(self._activate(why))
+        elif directive.kind == "flip" and directive.role is not None:
+            self._flip(directive, directive.role, why)
         else:
             log.info("directive %s is not for this worker: %s", directive.kind, why)
+
+    async def _activate(self, why: str) -> None:
+        await self._changing.activate(why)
+        self._ready_at_last()
+
+    def _flip(self, directive: Directive, role: Role, why: str) -> None:
+        """Told until it is done: first to drain for it, and with no time left to go."""
+        if self.state is State.READY and role is not self.started.role:
+            self._drained = False
+            self._changing.flip(role, why)
+            self._wake.set()
+        if self.state is State.FLIPPING and directive.deadline_s == 0.0:
+            self.background(self._turn())
+
+    async def _turn(self) -> None:
+        if await self._changing.turn():
+            self._drained = False
+            self.session.poke()
 
     def end(self, event: Event, why: str) -> None:
         """End this life; the first reason counts."""
@@ -325,7 +372,7 @@ class Life:
         return WorkerOffer(
             worker_id=s.worker_id,
             incarnation=self.incarnation,
-            role=s.serves,
+            role=self.started.role,
             model=s.model,
             worker_class=s.worker_class,
             generation=s.generation,
@@ -338,6 +385,7 @@ class Life:
             mode=s.mode,
             attached=s.engine == "attached",
             convertible=s.convertible_tpot_s > 0,
+            standby=s.standby and self.ready_s is None,
         )
 
     async def _news(self) -> News:
@@ -346,17 +394,21 @@ class Life:
         if starting or not self._told_ready or self.trace.failure:
             progress = self.trace.progress(self.engine.log_tail(20) if starting else "")
             # The finished segments are told once more after admission, then never again.
-            self._told_ready = self.ready_s is not None and self.session.failures == 0
-        load = await self.engine.load_report() if self.state in SERVES else None
+            self._told_ready = self.up_s is not None and self.session.failures == 0
+        lives = self.state in SERVES or self.state in WAITS
+        load = await self.engine.load_report() if lives else None
         within_s = START_NEWS_S if starting else None
-        if self.state is State.DRAINING:
+        if self.state in {State.DRAINING, State.FLIPPING}:
             within_s = DRAIN_NEWS_S
+        elif self.state in WAITS:
+            within_s = STANDBY_NEWS_S  # the word to serve comes with an answer: ask often
         return News(progress, load, drained=self._drained, within_s=within_s)
 
     def _regranted(self, lease: Lease) -> None:
         """The router had lost us: what it knew of the gate is gone, so prove everything again."""
         log.warning("lease granted anew: epoch %d", lease.epoch)
         self._told_ready = False
+        self._changing.forgotten()
         self._tell(Event.LEASE_REGRANTED)
         if self.state is State.REJOINING and (self._rejoining is None or self._rejoining.done()):
             self._rejoining = asyncio.create_task(self._rejoin())
@@ -372,6 +424,8 @@ class Life:
                     self.end(Event.ENGINE_DIED, str(error))
                     return
                 log.warning("rejoining failed: %s; trying again", error)
+            else:
+                self._ready_at_last()
             await self._clock.sleep(1.0)
 
     def _failed(self) -> bool:
@@ -493,11 +547,12 @@ class Life:
         return holds_lease(self.state), str(self.state)
 
     def _report_start(self) -> None:
-        assert self.ready_s is not None
-        path = critical_path(self.trace.segments(), start_s=self.trace.begin_s, end_s=self.ready_s)
+        assert self.up_s is not None
+        path = critical_path(self.trace.segments(), start_s=self.trace.begin_s, end_s=self.up_s)
         shares = ", ".join(f"{n} {v:.2f}" for n, v in path.exclusive_s.items())
         log.info(
-            "ready after %.2f s, %.1f %% unexplained: %s",
+            "%s after %.2f s, %.1f %% unexplained: %s",
+            self.state,
             path.wall_s,
             100 * path.unexplained_fraction,
             shares,
@@ -506,9 +561,10 @@ class Life:
     def metrics(self) -> str:
         """Prometheus text: segments of this start, bytes given to peers, faults met."""
         s = self.settings
-        who = f'worker_id="{s.worker_id}",pool="{s.role}",worker_class="{s.worker_class}"'
+        pool = s.role if s.convertible_tpot_s > 0 else self.started.role
+        who = f'worker_id="{s.worker_id}",pool="{pool}",worker_class="{s.worker_class}"'
         lines = ["# TYPE readyplane_agent_start_segment_seconds gauge"]
-        end_s = self._clock.monotonic_s() if self.ready_s is None else self.ready_s
+        end_s = self._clock.monotonic_s() if self.up_s is None else self.up_s
         path = critical_path(self.trace.segments(), start_s=self.trace.begin_s, end_s=end_s)
         for name, value in path.inclusive_s.items():
             lines.append(

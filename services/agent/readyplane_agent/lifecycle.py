@@ -22,8 +22,11 @@ class State(StrEnum):
     STARTING = "starting"
     PROVING = "proving"
     JOINING = "joining"
+    STANDBY = "standby"
+    ACTIVATING = "activating"
     READY = "ready"
     REJOINING = "rejoining"
+    FLIPPING = "flipping"
     DRAINING = "draining"
     LEAVING = "leaving"
     FAILED = "failed"
@@ -41,6 +44,10 @@ class Event(StrEnum):
     ENGINE_UP = "engine_up"
     CANARY_PASSED = "canary_passed"
     ADMITTED = "admitted"
+    STOOD_BY = "stood_by"
+    ACTIVATE_ASKED = "activate_asked"
+    FLIP_ASKED = "flip_asked"
+    TURNED = "turned"
     REFUSED = "refused"
     LEASE_REGRANTED = "lease_regranted"
     DRAIN_ASKED = "drain_asked"
@@ -62,7 +69,9 @@ class ExitCode(IntEnum):
 
 
 STARTS = (State.LEASED, State.LOADING, State.STARTING, State.PROVING, State.JOINING)
-SERVES = (State.READY, State.REJOINING, State.DRAINING)
+WAITS = (State.STANDBY, State.ACTIVATING)
+SERVES = (State.READY, State.REJOINING, State.FLIPPING, State.DRAINING)
+LIVES = (*STARTS, *WAITS, *SERVES)
 ENDS = (State.LEAVING, State.FAILED, State.FENCED)
 
 _PATH: Mapping[tuple[State, Event], State] = {
@@ -77,6 +86,21 @@ _PATH: Mapping[tuple[State, Event], State] = {
     (State.PROVING, Event.CANARY_PASSED): State.JOINING,
     (State.JOINING, Event.ADMITTED): State.READY,
     (State.JOINING, Event.REFUSED): State.FAILED,
+    # A standby passed the gate and waits for the word; it serves when the gate says so, not before.
+    (State.JOINING, Event.STOOD_BY): State.STANDBY,
+    (State.STANDBY, Event.ACTIVATE_ASKED): State.ACTIVATING,
+    (State.ACTIVATING, Event.ADMITTED): State.READY,
+    (State.ACTIVATING, Event.STOOD_BY): State.STANDBY,
+    (State.ACTIVATING, Event.REFUSED): State.FAILED,
+    (State.STANDBY, Event.LEASE_REGRANTED): State.REJOINING,
+    (State.ACTIVATING, Event.LEASE_REGRANTED): State.REJOINING,
+    (State.REJOINING, Event.STOOD_BY): State.STANDBY,
+    # A flip drains as it serves; with the lease of the other stage everything is proved anew. A
+    # router that came back empty has forgotten it: the stage stays what it was.
+    (State.READY, Event.FLIP_ASKED): State.FLIPPING,
+    (State.FLIPPING, Event.TURNED): State.PROVING,
+    (State.FLIPPING, Event.DRAIN_ASKED): State.DRAINING,
+    (State.FLIPPING, Event.LEASE_REGRANTED): State.REJOINING,
     # A router that came back empty has no verdict of us: the evidence is handed in again.
     (State.READY, Event.LEASE_REGRANTED): State.REJOINING,
     (State.REJOINING, Event.LEASE_REGRANTED): State.REJOINING,
@@ -90,12 +114,12 @@ _PATH: Mapping[tuple[State, Event], State] = {
 TRANSITIONS: Mapping[tuple[State, Event], State] = {
     **_PATH,
     # A start that is no longer wanted has served nobody: there is nothing to drain.
-    **{(s, Event.DRAIN_ASKED): State.LEAVING for s in STARTS},
-    **{(s, Event.LEAVE_ASKED): State.LEAVING for s in (*STARTS, *SERVES)},
+    **{(s, Event.DRAIN_ASKED): State.LEAVING for s in (*STARTS, *WAITS)},
+    **{(s, Event.LEAVE_ASKED): State.LEAVING for s in LIVES},
     **{(s, Event.LEASE_REGRANTED): s for s in STARTS},
-    **{(s, Event.START_FAILED): State.FAILED for s in STARTS},
-    **{(s, Event.ENGINE_DIED): State.FAILED for s in (*STARTS, *SERVES)},
-    **{(s, Event.FENCED_OFF): State.FENCED for s in (*STARTS, *SERVES)},
+    **{(s, Event.START_FAILED): State.FAILED for s in (*STARTS, *WAITS)},
+    **{(s, Event.ENGINE_DIED): State.FAILED for s in LIVES},
+    **{(s, Event.FENCED_OFF): State.FENCED for s in LIVES},
     **{(s, Event.RELEASED): State.GONE for s in ENDS},
 }
 
@@ -122,7 +146,7 @@ def allowed_events(state: State) -> tuple[Event, ...]:
 
 def holds_lease(state: State) -> bool:
     """Whether the lease is to be renewed in this state."""
-    return state in STARTS or state in SERVES
+    return state in LIVES
 
 
 def drawing() -> str:

@@ -43,6 +43,13 @@ class News:
     within_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    why: str
+    between: Callable[[], None]
+    done: asyncio.Future[Lease]
+
+
 class Session:
     """The session of one incarnation.
 
@@ -68,6 +75,7 @@ class Session:
         self._news, self._kv, self._random = news, kv, random
         self._on_directive, self._on_regranted = on_directive, on_regranted
         self._poke = asyncio.Event()
+        self._changing: _Change | None = None
         self.lease: Lease | None = None
         self.contact_s: float | None = None
         self.failures = 0
@@ -113,7 +121,48 @@ class Session:
         wait_s = 0.0
         while True:
             await self._wait(wait_s)
-            wait_s = await self.renew()
+            wait_s = await (self.renew() if self._changing is None else self._change())
+
+    async def change(self, why: str, between: Callable[[], None]) -> Lease:
+        """Give this lease up and take another, with the offer as it is once `between` was called.
+
+        Done between two renewals, and asked again until the router answers.
+
+        Raises:
+            LostLease, StaleEpoch: fenced, or the lease was lost before: then it is not changed.
+        """
+        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._changing = _Change(why, between, future)
+        self.poke()
+        return await future
+
+    async def _change(self) -> float:
+        assert self.lease is not None
+        assert self._changing is not None
+        old, change = self.lease, self._changing
+        try:
+            await self._router.leave(old.worker_id, old.incarnation, old.epoch, reason=change.why)
+            change.between()
+            self.lease = await self._router.register(self._offer())
+        except (LostLease, StaleEpoch) as error:
+            self._give_up_change(error)
+            raise
+        except (ReadyplaneError, TimeoutError, OSError) as error:
+            self.failures += 1
+            log.warning("no other lease yet: %s", str(error) or "no answer in time")
+            return self._backoff_s(self.failures - 1)
+        self.failures = 0
+        self._changing = None
+        self.contact_s = self._clock.monotonic_s()
+        self._kv.replay()
+        if not change.done.done():
+            change.done.set_result(self.lease)
+        return 0.0
+
+    def _give_up_change(self, error: ReadyplaneError) -> None:
+        change, self._changing = self._changing, None
+        if change is not None and not change.done.done():
+            change.done.set_exception(error)
 
     async def renew(self) -> float:
         """One renewal; returns the seconds until the next. Raises like `keep`."""
@@ -162,12 +211,14 @@ class Session:
         """Ask for the lease anew; the router knows whether somebody else has it by now."""
         try:
             lease = await self._router.register(self._offer())
-        except (LostLease, StaleEpoch):
+        except (LostLease, StaleEpoch) as failure:
+            self._give_up_change(failure)
             raise
         except (ReadyplaneError, TimeoutError, OSError) as failure:
             self.failures += 1
             log.warning("after %s no lease yet: %s", error.reason, failure)
             return self._backoff_s(self.failures - 1)
+        self._give_up_change(error)
         self.regranted += 1
         self.failures = 0
         self.lease = lease

@@ -31,6 +31,7 @@ HELP: Mapping[str, str] = {
     "manifest": "digest or tag of the weights to serve; empty: what the model name resolves to",
     "convertible_tpot_s": "above 0: a decode worker that also takes prompts in short chunks, between "
     "iterations that keep this time per output token",
+    "standby": "true: pass the gate, then wait until the router activates it",
     "worker_class": "worker class, as the planner names it",
     "generation": "rollout generation of the group",
     "mode": "eager, jit or aot",
@@ -74,6 +75,7 @@ class AgentSettings:
     manifest: str = ""
     worker_class: str = "default"
     convertible_tpot_s: float = 0.0
+    standby: bool = False
     generation: int = 1
     mode: StartMode = StartMode.JIT
     scale_decision_id: str = ""
@@ -157,6 +159,8 @@ def _typed(name: str, kind: str, raw: Any) -> Any:
             return tuple(raw) if isinstance(raw, list) else tuple(raw.split())
         if kind == "int":
             return int(raw)
+        if kind == "bool":
+            return {"true": True, "false": False}[raw.lower()]
         if kind.startswith("float"):
             number = float(raw)
             if not math.isfinite(number):
@@ -168,8 +172,9 @@ def _typed(name: str, kind: str, raw: Any) -> Any:
             return Role(raw)
         if kind == "StartMode":
             return StartMode(raw)
-    except ValueError:
+    except (ValueError, KeyError):
         remedies = {
+            "bool": "write true or false",
             "Role": "write one of " + ", ".join(Role),
             "StartMode": "write one of " + ", ".join(StartMode),
         }

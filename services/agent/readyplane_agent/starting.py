@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -57,8 +57,12 @@ BARRIER_LIMIT_S = 600.0
 
 @dataclass(slots=True)
 class Started:
-    """What a start has brought up so far; `life` releases it whatever happens."""
+    """What a start has brought up so far; `life` releases it whatever happens.
 
+    `role` is what the worker registers as, which a flip changes.
+    """
+
+    role: Role
     manifest: Manifest | None = None
     arena: Arena | None = None
     fetched: Fetched | None = None
@@ -130,6 +134,24 @@ class Start:
         now_s = self._clock.monotonic_s()
         self._trace = StartTrace(self._clock, process_start_s=now_s)
         await self._prove()
+        await self._join()
+
+    async def activate(self) -> None:
+        """Ask the canary once more and hand the evidence in: it is to serve now, if still wanted."""
+        self._trace = StartTrace(self._clock, process_start_s=self._clock.monotonic_s())
+        question = probes.Question.of(self._started.manifest)
+        first = await probes.ask(self._engine, question)
+        asked = await probes.canary(self._engine, question, first)
+        fresh = {check.name: check for check in asked}
+        self._started.checks = tuple(fresh.get(c.name, c) for c in self._started.checks)
+        _refuse_failed("activation", self._started.checks)
+        await self._join()
+
+    async def turn(self) -> None:
+        """Prove everything again for the stage that `Started.role` now says, and join."""
+        self._trace = StartTrace(self._clock, process_start_s=self._clock.monotonic_s())
+        await self._prove()
+        self._tell(Event.CANARY_PASSED)
         await self._join()
 
     def stop(self) -> None:
@@ -330,9 +352,7 @@ class Start:
             checks.append(await probes.kv_pool(self._engine, serving, self._clock))
             self._started.serving, self._started.checks = serving, tuple(checks)
             span.detail = f"answered {list(first.token_ids)[:8]}"
-            failed = [f"{c.name}: {c.reason or 'failed'}" for c in checks if not c.passed]
-            if failed:
-                raise Refused("start", failed, "see the evidence in the worker's checks")
+            _refuse_failed("start", checks)
             await self._rank("connected")
             await self._rank("placed")
 
@@ -355,7 +375,7 @@ class Start:
         peers = [
             (w.worker_id, OpenAiEngine(w.serving.engine_url, model=self._s.model))
             for w in probes.peers_for(
-                fleet, worker_id=self._s.worker_id, role=self._s.serves, serving=serving
+                fleet, worker_id=self._s.worker_id, role=self._started.role, serving=serving
             )
             if w.serving is not None
         ]
@@ -420,8 +440,8 @@ class Start:
             group_epoch = await self._barrier()
             span.detail = f"group epoch {group_epoch}"
         with self._trace.span(SegmentName.ROUTER_REGISTRATION, "admission"):
-            await self._admit(group_epoch)
-        self._tell(Event.ADMITTED)
+            verdict = await self._admit(group_epoch)
+        self._tell(Event.STOOD_BY if verdict.standby else Event.ADMITTED)
 
     async def _barrier(self) -> int:
         """Report the last step (which implies the others) until all ranks have done so."""
@@ -438,7 +458,7 @@ class Start:
                 )
             await self._clock.sleep(BARRIER_POLL_S)
 
-    async def _admit(self, group_epoch: int) -> None:
+    async def _admit(self, group_epoch: int) -> GateVerdict:
         serving = self._started.serving
         assert serving is not None
 
@@ -457,6 +477,13 @@ class Start:
         if not verdict.admitted:
             self._tell(Event.REFUSED)
             raise Refused("admission", verdict.reasons, "see the checks of the worker")
+        return verdict
+
+
+def _refuse_failed(what: str, checks: Iterable[CheckResult]) -> None:
+    failed = [f"{c.name}: {c.reason or 'failed'}" for c in checks if not c.passed]
+    if failed:
+        raise Refused(what, failed, "see the evidence in the worker's checks")
 
 
 async def within(work: Awaitable[None], *, limit_s: float, trace: StartTrace) -> None:
