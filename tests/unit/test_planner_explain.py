@@ -201,8 +201,9 @@ async def test_a_running_planner_tells_it_all() -> None:
     }
     judged = [s["outcome"] for s in stories if s["outcome"] is not None]
     assert judged and {True, False} >= {j["worth"] for j in judged if j["worth"] is not None}
+    weighed = [s for s in stories if s["decision"]["candidates"]]
+    assert len(weighed) >= len(stories) - 1, "only the first tick knows no demand"
     for story in stories:
-        assert story["decision"]["candidates"] or "one sample" in story["text"]
-        assert {e["pool"] for e in story["decision"]["expected"]} == {
+        assert {e["pool"] for e in story["decision"]["expected"]} >= {
             x["pool"] for x in (*story["starts"], *story["drains"])
         }

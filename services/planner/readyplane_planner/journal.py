@@ -291,6 +291,42 @@ def replayed(record: Record, *, brain: Brain = decide) -> tuple[Decision, Memory
     return decision, memory, inputs.now_s
 
 
+def record_of(
+    decision: Decision,
+    inputs: Inputs,
+    *,
+    at_s: float,
+    leader_epoch: int,
+    totals: Mapping[str, Any] | None = None,
+) -> Record:
+    """A decision with everything that replays it; `totals` as in `decision_document`."""
+    packed, digest = encode_inputs(inputs)
+    return Record(
+        decision_id=decision.decision_id,
+        model=decision.model,
+        create_s=at_s,
+        changed=decision.changed,
+        summary=summary_of(decision),
+        policy_version=decision.policy_version,
+        document=decision_document(
+            decision, at_s=at_s, leader_epoch=leader_epoch, inputs_digest=digest, totals=totals
+        ),
+        inputs=packed,
+    )
+
+
+def row_of(record: Record) -> dict[str, Any]:
+    """A decision as the state document lists it."""
+    document = record.document
+    return {
+        "decision_id": record.decision_id,
+        "at_s": record.create_s,
+        "summary": record.summary,
+        "changes": document.get("changes", []),
+        "reasons": document.get("reasons", []),
+    }
+
+
 def decision_document(
     decision: Decision,
     *,

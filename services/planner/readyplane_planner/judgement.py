@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from readyplane_planner.journal import Outcome, Record
+from readyplane_planner.signals import RouterSample
 
 POOLS = ("prefill", "decode")
 WINDOW_S_MIN = 60.0
@@ -32,6 +33,15 @@ class _Verdict:
     why: str
     settled: bool = True
     ready_s: float | None = None
+
+
+def totals_of(sample: RouterSample | None) -> dict[str, Any] | None:
+    """The router's counters as they stand; kept with a decision for its effect later."""
+    if sample is None or not sample.model_known:
+        return None
+    names = ("arrivals", "attained", *ENDED)
+    counters = {name: sample.counters.get(f"{name}_total") for name in names}
+    return {"router": sample.incarnation, **counters}
 
 
 def to_judge(document: Mapping[str, Any]) -> bool:

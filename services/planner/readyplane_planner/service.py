@@ -24,12 +24,11 @@ from readyplane_planner.explain import explanation
 from readyplane_planner.journal import (
     Inputs,
     Journal,
-    Record,
     StoredPolicy,
-    decision_document,
-    encode_inputs,
-    summary_of,
+    record_of,
+    row_of,
 )
+from readyplane_planner.judgement import totals_of
 from readyplane_planner.leadership import Leadership
 from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.optimisers import thinker
@@ -183,7 +182,7 @@ class PlannerService:
         shown = await self._journal.newest(
             self._policy.model, limit=DECISIONS_SHOWN, changes_only=True
         )
-        self._recent.extend(_row(record) for record in shown)
+        self._recent.extend(row_of(record) for record in shown)
         await self._judge.begin(self._journal, self._policy.model)
         self._begun = True
 
@@ -302,7 +301,9 @@ class PlannerService:
         The actuator tells of hundreds more, which ended long ago.
         """
         known = self._current.workers if self._current is not None else ()
-        return {o.worker_id for o in self._memory.orders}.union(w.worker_id for w in known)
+        mine = {o.worker_id for o in self._memory.orders}
+        mine.update(*(o.known or () for o in (self._memory.owned_p, self._memory.owned_d)))
+        return mine.union(w.worker_id for w in known)
 
     async def _lead(self) -> bool:
         before, self._lead_error = self._leadership.epoch, ""
@@ -353,23 +354,12 @@ class PlannerService:
         """Journal first, then act: nothing is done that nobody could explain afterwards."""
         due = self._kept_s is None or inputs.now_s - self._kept_s >= self._upkeep.sample_every_s
         if decision.changed or due:
-            packed, digest = encode_inputs(inputs)
-            document = decision_document(
+            record = record_of(
                 decision,
+                inputs,
                 at_s=wall_s,
                 leader_epoch=self._leadership.epoch,
-                inputs_digest=digest,
-                totals=self._totals(),
-            )
-            record = Record(
-                decision_id=decision.decision_id,
-                model=decision.model,
-                create_s=wall_s,
-                changed=decision.changed,
-                summary=summary_of(decision),
-                policy_version=decision.policy_version,
-                document=document,
-                inputs=packed,
+                totals=totals_of(self._current),
             )
             try:
                 await self._journal.append(record)
@@ -380,7 +370,7 @@ class PlannerService:
             self._kept_s = inputs.now_s
             self._judge.expect(record)
             if decision.changed:
-                self._recent.appendleft(_row(record))
+                self._recent.appendleft(row_of(record))
                 log.info(record.summary, extra={"scale_decision_id": decision.decision_id})
         if not self._leadership.leading:
             return
@@ -412,15 +402,6 @@ class PlannerService:
             outcomes.append(judged)
         if outcomes:
             await self._journal.attach(outcomes)
-
-    def _totals(self) -> dict[str, Any] | None:
-        """The router's counters as they stand, for the effect that is judged later."""
-        sample = self._current
-        if sample is None or not sample.model_known:
-            return None
-        names = ("arrivals", "finished", "refused", "aborted", "attained")
-        totals = {name: sample.counters.get(f"{name}_total") for name in names}
-        return {"router": sample.incarnation, **totals}
 
     async def _tidy(self, now_s: float, wall_s: float) -> None:
         if self._pruned_s is not None and now_s - self._pruned_s < self._upkeep.prune_every_s:
@@ -596,15 +577,3 @@ class PlannerService:
             for task in (sleeping, kicked):
                 task.cancel()
             self._kick.clear()
-
-
-def _row(record: Record) -> dict[str, Any]:
-    """A decision as the state document lists it."""
-    document = record.document
-    return {
-        "decision_id": record.decision_id,
-        "at_s": record.create_s,
-        "summary": record.summary,
-        "changes": document.get("changes", []),
-        "reasons": document.get("reasons", []),
-    }
