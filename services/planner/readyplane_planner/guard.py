@@ -32,7 +32,8 @@ class Limits:
         up_hold_s: what eats only into the headroom must have lasted that long before it grows.
         turn_s: there and back again, each sooner than that after the change before, is a reversal:
             it costs a start and a drain and serves nobody; 0 for none.
-        pending_max: most workers on their way at once. gpus: of one worker.
+        pending_max: most workers on their way at once. gpus: of one worker, on all of its nodes; 0
+            for not known.
         backoff_s: first pause after a failed or refused start; doubles, bounded.
     """
 
@@ -408,6 +409,12 @@ def budgeted(
     """Cut growth until what is held and ordered fits the budget; draining workers still count."""
     if budget_gpus is None:
         return verdicts
+    if any(c.held and not li.gpus for c, li in zip(counts, limits, strict=True)):
+        return _shapeless(verdicts[0]), _shapeless(verdicts[1])
+    verdicts = (
+        verdicts[0] if limits[0].gpus else _shapeless(verdicts[0]),
+        verdicts[1] if limits[1].gpus else _shapeless(verdicts[1]),
+    )
     held = sum(c.held * li.gpus for c, li in zip(counts, limits, strict=True))
     out = list(verdicts)
     room = budget_gpus - held
@@ -432,6 +439,14 @@ def budgeted(
 
 def _floor(live: int, limits: Limits) -> tuple[str, str]:
     return "floor", f"at least {limits.low} by the policy; {live} ready or on their way"
+
+
+def _shapeless(verdict: Verdict) -> Verdict:
+    """What a worker costs is not known: more of them could exceed the budget, fewer cannot (B45)."""
+    if not verdict.grow:
+        return verdict
+    text = f"GPUs of a worker are not known: none of {verdict.grow} is ordered under a budget"
+    return replace(verdict, grow=0, reasons=(*verdict.reasons, ("shape_unknown", text)))
 
 
 def fallback(*, live: int, load: float | None, limits: Limits) -> int:

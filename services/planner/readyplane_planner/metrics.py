@@ -7,6 +7,8 @@ from typing import Any
 
 from readyplane.kit.telemetry import Metrics
 from readyplane_planner.decide import POOLS, Memory, Plan
+from readyplane_planner.guard_drift import KINDS
+from readyplane_planner.signals import Kind
 from readyplane_planner.state import Seen
 
 LABELS = ("pool", "worker_class", "model")
@@ -77,9 +79,20 @@ class PlannerMetrics:
             "Age of each signal; absent if not known",
             ("model", "signal"),
         )
+        self._unknown = gauge(
+            "readyplane_signal_unknown", "1 while a signal is missing or stale", ("model", "signal")
+        )
+        self._silent = gauge(
+            "readyplane_sources_silent", "Sources beyond the router without an answer", ("model",)
+        )
         self._bad = gauge("readyplane_bad_samples", "Samples refused so far", ("model",))
         self._fallbacks = gauge(
             "readyplane_optimiser_fallbacks", "Ticks decided without the optimiser", ("model",)
+        )
+        self._drift = gauge(
+            "readyplane_drift",
+            "1 while forecast, model or actuation drifts",
+            ("model", "pool", "kind"),
         )
         self._leader = gauge("readyplane_planner_leading", "1 while this planner acts", ("model",))
         self._calls = counter(
@@ -122,8 +135,16 @@ class PlannerMetrics:
                 self._age.forget(model=model, signal=signal)
             else:
                 self._age.labels(model, signal).set(age_s)
+        for name, told in decision.signals.items():
+            # Warming up is part of every start, and no fault.
+            away = told.kind in (Kind.MISSING, Kind.STALE)
+            self._unknown.labels(model, name).set(1 if away else 0)
+        self._silent.labels(model).set(len(seen.observation.silent))
         self._bad.labels(model).set(memory.bad_samples)
         self._fallbacks.labels(model).set(memory.fallbacks)
+        for name, drift in (("prefill", memory.drift.prefill), ("decode", memory.drift.decode)):
+            for kind in KINDS:
+                self._drift.labels(model, name, kind).set(getattr(drift, kind).active)
         self._leader.labels(model).set(1 if leading else 0)
         self._tick.labels(model).observe(took_s)
 

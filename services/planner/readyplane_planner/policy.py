@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from readyplane.core.errors import InvalidField, UnknownField
 from readyplane.core.identity import digest_of, parse
 from readyplane.core.profile import ClassProfile
+from readyplane.core.profile_default import UNKNOWN_CLASS
 from readyplane.core.startup import StartQuantiles
 from readyplane.profiles import load as load_profile
 from readyplane_planner.capacity import Combine
@@ -67,6 +68,7 @@ class PoolPolicy(_Strict):
     min: int = Field(default=1, ge=0, le=WORKERS_MAX)
     max: int = Field(default=8, ge=0, le=WORKERS_MAX)
     spare: int = Field(default=0, ge=0, le=WORKERS_MAX)
+    fallback: int = Field(default=0, ge=0, le=WORKERS_MAX)
     worker_class: str = Field(default="h200", min_length=1)
     profile: str = Field(default="h200-llama8b-fp8", min_length=1)
     classes: list[ClassPolicy] = Field(default_factory=list)
@@ -238,6 +240,8 @@ class Policy(_Strict):
     start_mode: Literal["auto", "eager", "jit", "aot"] = "jit"
     nodes: list[NodePolicy] = Field(default_factory=list)
     rollout: RolloutPolicy = RolloutPolicy()
+    fallback_after: int = Field(default=10, ge=1, le=10_000)
+    hand_hold_s: Seconds = 0.0
     optimiser: str = Field(default="size", min_length=1, max_length=64)
     paused: bool = False
 
@@ -369,6 +373,8 @@ def make_plan(
         rollout=_rollout(policy.rollout),
         manifest_digest=manifest_digest,
         paused=policy.paused,
+        fallback_after=policy.fallback_after,
+        hand_hold_s=policy.hand_hold_s,
         digest=policy.digest,
     )
 
@@ -403,7 +409,8 @@ def _pool(
         window_s=policy.down.window_s,
         hold_s=policy.down.hold_s,
         pending_max=policy.up.pending_max,
-        gpus=profile.gpus,
+        # One GPU is an assumption of a profile that nobody measured, and no basis for a budget.
+        gpus=0 if policy.budget_gpus is not None and _assumed(profile) else profile.gpus,
         backoff_s=policy.backoff_s,
     )
     return PoolPlan(
@@ -413,7 +420,12 @@ def _pool(
         convertible_tpot_s=tpot_s,
         classes=class_plans(pool.classes, most=pool.max),
         spare=pool.spare,
+        fallback=pool.fallback,
     )
+
+
+def _assumed(profile: ClassProfile) -> bool:
+    return not profile.measured and profile.name.startswith(UNKNOWN_CLASS)
 
 
 def _rollout(policy: RolloutPolicy) -> Rules:
@@ -444,6 +456,9 @@ def _cross_check(policy: Policy) -> None:
         if pool.min > pool.max:
             remedy = f"use at most policy.{name}.max, which is {pool.max}"
             raise InvalidField(f"policy.{name}.min", pool.min, remedy)
+        if pool.fallback > pool.max:
+            remedy = f"use at most policy.{name}.max, which is {pool.max}"
+            raise InvalidField(f"policy.{name}.fallback", pool.fallback, remedy)
         if pool.spare >= max(1, pool.max):
             remedy = f"leave room for the load below policy.{name}.max, which is {pool.max}"
             raise InvalidField(f"policy.{name}.spare", pool.spare, remedy)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 from readyplane.core.errors import ReadyplaneError
 from readyplane.kit.clock import Clock
-from readyplane_planner import guard, rollout
+from readyplane_planner import guard, guard_drift, rollout
 from readyplane_planner.actuators import Hand
-from readyplane_planner.decide import Decision, Drain, Memory, Release, StartOrder
+from readyplane_planner.decide import Decision, Drain, Memory, Release, StartOrder, ownership
 from readyplane_planner.journal import Journal, Outcome, Record, replayed
 
 log = logging.getLogger(__name__)
@@ -210,6 +210,8 @@ def adopted(mine: Memory, theirs: Memory) -> Memory:
         suspects=mine.suspects,
         last_s=mine.last_s,
         bad_samples=mine.bad_samples,
+        blind=mine.blind,
+        drift=mine.drift,
     )
 
 
@@ -230,6 +232,9 @@ def moved(memory: Memory, by_s: float) -> Memory:
         draining=tuple((name, since_s + by_s) for name, since_s in memory.draining),
         suspects=(),
         last_s=None,
+        drift=guard_drift.moved(memory.drift, by_s),
+        owned_p=ownership.moved(memory.owned_p, by_s),
+        owned_d=ownership.moved(memory.owned_d, by_s),
         rollout=rollout.moved(memory.rollout, by_s),
     )
 

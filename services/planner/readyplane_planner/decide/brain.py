@@ -8,6 +8,7 @@ from dataclasses import replace
 from readyplane_planner import guard, optimise
 from readyplane_planner.decide import (
     acting,
+    blindly,
     demand,
     effect,
     judging,
@@ -15,6 +16,8 @@ from readyplane_planner.decide import (
     mixing,
     outlook,
     reasons,
+    rebase,
+    stances,
 )
 from readyplane_planner.decide.outlook import Both
 from readyplane_planner.decide.pools import (
@@ -39,6 +42,8 @@ from readyplane_planner.signals import Kind, Observation
 
 UNPAIRABLE_SAID_MAX = 5
 SILENT_SAID_MAX = 8
+FAILING_MAX = 10
+"""So many times in a row a foreign optimiser may fail before the planner's own takes its place."""
 
 
 def decide(
@@ -58,6 +63,7 @@ def decide(
             it fails (R23.2).
     """
     limits, memory = judging.measured(observation, plan), not_draining(observation, memory)
+    memory = rebase.rebased(memory, plan)
     pools = (
         census("prefill", observation, plan, memory, now_s=now_s),
         census("decode", observation, plan, memory, now_s=now_s),
@@ -73,8 +79,9 @@ def decide(
         proposal, observation, plan, memory, pools, counts, now_s=now_s
     )
     said.extend(mixed)
+    cares, memory = stances.look(observation, plan, memory, pools, model, seen, said, now_s=now_s)
     verdicts, memory = judging.judge(
-        observation, plan, memory, pools, counts, limits, proposal, said, now_s=now_s
+        observation, plan, memory, pools, counts, limits, proposal, cares, said, now_s=now_s
     )
     acted = acting.act(
         observation, plan, memory, pools, verdicts, said, decision_id, choices, now_s=now_s
@@ -183,9 +190,6 @@ def _propose(
     said: list[Reason],
 ) -> tuple[Proposal | None, Memory]:
     """Ask the optimiser where the demand is known; else only what is certain may grow a pool."""
-    needed = (observation.arrivals, observation.prefill_work, observation.queue)
-    if not all(signal.known for signal in (*needed, observation.decoding)):
-        return None, memory
     problem = Problem(
         prefill=model.model_p,
         decode=model.model_d,
@@ -216,6 +220,10 @@ def _propose(
         # Classes differ in their GPUs: what a mix of them takes is bounded where it is chosen.
         budget_gpus=None if plan.prefill.classes or plan.decode.classes else plan.budget_gpus,
     )
+    live_p, live_d = (math.ceil(p.live_worth) for p in pools)
+    if not blindly.knows(observation):
+        return blindly.stand_in(observation, plan, memory, problem, (live_p, live_d), said)
+    memory = replace(memory, blind=0) if memory.blind else memory
     if observation.idle:
         # Nothing arrives and nothing runs: what was forecast from the past must not hold a pool.
         idle = Demand(0.0, 0.0)
@@ -227,12 +235,17 @@ def _propose(
         weighed = optimise.weigh(problem, proposal.p, proposal.d)
     except Exception as error:  # noqa: BLE001 - whatever an optimiser does, the guard goes on
         said.append(Reason("optimiser_failed", f"{type(error).__name__}: {error}"))
-        live_p, live_d = (math.ceil(p.live_worth) for p in pools)
+        memory = replace(memory, fallbacks=memory.fallbacks + 1, failing=memory.failing + 1)
+        if optimiser is not optimise.size and memory.failing > FAILING_MAX:
+            # One that fails and fails is none: the planner's own stands in, until it answers again.
+            said.append(Reason("optimiser_replaced", f"it failed {memory.failing} times in a row"))
+            return optimise.size(problem), memory
         p = guard.fallback(live=live_p, load=seen.load_p.value, limits=plan.prefill.limits)
         d = guard.fallback(live=live_d, load=seen.load_d.value, limits=plan.decode.limits)
         kept = Proposal(p, d, max(p, live_p), max(d, live_d))
-        return kept, replace(memory, fallbacks=memory.fallbacks + 1)
+        return kept, memory
     said.extend(Reason(code, text, pool) for code, text, pool in proposal.reasons)
+    memory = replace(memory, failing=0) if memory.failing else memory
     return replace(proposal, candidates=weighed), memory
 
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from readyplane_planner import guard
 from readyplane_planner.capacity import EVIDENCE_MIN_S
-from readyplane_planner.decide import acting, demand, denials, outlook, reasons, rolling
+from readyplane_planner.decide import acting, demand, denials, outlook, reasons, rolling, stances
 from readyplane_planner.decide.outlook import Both
 from readyplane_planner.decide.pools import Pool
+from readyplane_planner.decide.stances import Care
 from readyplane_planner.decide.values import POOLS, Memory, Plan, Reason
 from readyplane_planner.guard import Counts, Limits, PoolMemory, Trust, Verdict
 from readyplane_planner.optimise import Proposal
@@ -66,6 +67,7 @@ def judge(
     counts: tuple[Counts, Counts],
     limits: tuple[Limits, Limits],
     proposal: Proposal | None,
+    cares: tuple[Care, Care],
     said: list[Reason],
     *,
     now_s: float,
@@ -77,12 +79,13 @@ def judge(
     verdicts: list[Verdict] = []
     guards: list[PoolMemory] = []
     overrides = dict(memory.overrides)
-    for name, pool, count, bounds in zip(POOLS, pools, counts, limits, strict=True):
+    rows = zip(POOLS, pools, counts, limits, cares, strict=True)
+    for name, pool, count, given, care in rows:
         before = memory.guard(name)
         if pool.became_ready:
             before = guard.succeeded(before)
         lost = _losses(pool, memory, observation)
-        before = guard.failed(before, lost, limits=bounds, now_s=now_s)
+        before = guard.failed(before, lost, limits=given, now_s=now_s)
         waits = denials.shut(memory, name, plan.pool(name).names, now_s=now_s)
         wanted = keep = urgent = None
         advised = advice(plan, memory, name)
@@ -90,13 +93,14 @@ def judge(
             wanted = proposal.p if name == "prefill" else proposal.d
             urgent = proposal.p_now if name == "prefill" else proposal.d_now
             keep = proposal.p_keep if name == "prefill" else proposal.d_keep
+        wanted, bounds, trusted = stances.careful(care, wanted, count, given, trust)
         verdict, after = guard.judge(
             wanted=wanted,
             keep=keep,
             counts=count,
             memory=before,
             limits=bounds,
-            trust=replace(trust, why=advised or trust.why),
+            trust=replace(trusted, why=advised or trusted.why),
             paused=plan.paused,
             urgent=urgent,
             shut=(0.0, "")
@@ -104,7 +108,7 @@ def judge(
             else (waits.retry_s, f"orders are refused: {waits.why}"),
             now_s=now_s,
         )
-        verdicts.append(verdict)
+        verdicts.append(stances.held(care, verdict, count, given))
         guards.append(after)
     pair = guard.budgeted((verdicts[0], verdicts[1]), counts, limits, plan.budget_gpus)
     for name, verdict in zip(POOLS, pair, strict=True):

@@ -14,6 +14,7 @@ from readyplane.core.worker import Role
 from readyplane_planner.capacity import Combine, Correction, Load
 from readyplane_planner.forecast import Forecast, Knobs, Series
 from readyplane_planner.guard import Counts, Limits, PoolMemory
+from readyplane_planner.guard_drift import DriftMemory
 from readyplane_planner.optimise.values import Candidate
 from readyplane_planner.rollout import Generation, Rollout, Rules, Told
 from readyplane_planner.signals import Signal
@@ -55,6 +56,7 @@ class PoolPlan:
     convertible_tpot_s: float = 0.0
     classes: tuple[ClassPlan, ...] = ()
     spare: int = 0
+    fallback: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,6 +122,8 @@ class Plan:
     nodes: tuple[NodePlan, ...] = ()
     rollout: Rules = field(default_factory=Rules)
     paused: bool = False
+    fallback_after: int = 10
+    hand_hold_s: float = 0.0
     digest: str = ""
 
     def pool(self, name: str) -> PoolPlan:
@@ -166,6 +170,23 @@ class Denied:
 
 
 @dataclass(frozen=True, slots=True)
+class Owned:
+    """Whether somebody else changes a pool; times are of the planner's monotonic clock.
+
+    Attributes:
+        known: workers seen in the last look; None before the first. edits: (when, by how many).
+        hold_until_s: a hand edit is honoured until then. pauses: in a row, of a conflict;
+        pause_until_s: until when nothing is done because of it.
+    """
+
+    known: tuple[str, ...] | None = None
+    edits: tuple[tuple[float, int], ...] = ()
+    hold_until_s: float | None = None
+    pauses: int = 0
+    pause_until_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Averages:
     """Decayed sums whose ratios are recent mean lengths, token-weighted.
 
@@ -192,7 +213,9 @@ class Memory:
             last had served. generation: of new workers. rollout: where it is.
         last_s: clock of the last decision. numbered: worker names given so far.
         late_since_s: since when the wait before prefill alone misses TTFT.
-        fallbacks: how often the optimiser failed. overrides: guard rules that changed a target.
+        fallbacks: how often the optimiser failed, failing: in a row. blind: looks in a row without
+        knowing. bases: what the windows rest on. drift, owned_p, owned_d: see guard_drift, ownership.
+        overrides: guard rules that changed a target.
     """
 
     work_p: Series = field(default_factory=Series)
@@ -215,6 +238,12 @@ class Memory:
     bad_samples: int = 0
     late_since_s: float | None = None
     denied: tuple[Denied, ...] = ()
+    failing: int = 0
+    blind: int = 0
+    bases: Mapping[str, str] = field(default_factory=dict)
+    drift: DriftMemory = field(default_factory=DriftMemory)
+    owned_p: Owned = Owned()
+    owned_d: Owned = Owned()
     lives: tuple[tuple[str, float], ...] = ()
 
     def guard(self, pool: str) -> PoolMemory:
