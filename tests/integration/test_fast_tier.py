@@ -11,10 +11,13 @@ import aiohttp
 import pytest
 
 from readyplane import profiles
+from readyplane.client import RouterClient
 from readyplane.core import convertible
+from readyplane.core.errors import NoPair, Refused
 from readyplane.core.work import RequestShape, pack_tokens
-from readyplane.core.worker import Role, Worker
+from readyplane.core.worker import Role, Worker, WorkerState
 from readyplane.ports import Pair
+from readyplane_agent.lifecycle import ExitCode
 from readyplane_lab.up.demo_model import DemoModel, make_demo_model
 from readyplane_router.service import RouterService
 from tests.integration.agent_cluster import MODEL, Cluster, cluster
@@ -111,3 +114,80 @@ async def test_a_convertible_decoder_serves_prompts_that_have_no_prefill_worker(
         )
     assert max(during) < bound_s + 0.1 < whole_s
     assert len(during) >= 3000 // chunk, "decoding went on between the chunks"
+
+
+async def test_a_standby_is_proved_waits_and_serves_when_told(
+    tmp_path: Path, demo: DemoModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with cluster(tmp_path, demo) as c:
+        ordered_s = time.monotonic()
+        await c.agent("p1", "prefill")
+        await c.agent("d1", "decode", "--standby", "true")
+        waiting = await c.until(lambda w: w.state is WorkerState.STANDBY, "d1")
+        loaded_s = time.monotonic() - ordered_s
+        await c.ready("p1")
+        assert waiting.serving is not None and all(check.passed for check in waiting.checks)
+        assert waiting.offer.standby and c.router.desk(MODEL).decodes == []
+        tokens = pack_tokens(prompt(64))
+        with pytest.raises(NoPair):
+            await c.router.route(RequestShape("no", MODEL, 64, tokens), dry_run=True)
+
+        took_s = []
+        client = RouterClient(c.address)
+        try:
+            asked_s = time.monotonic()
+            told = await client.activate("d1", reason="a burst", scale_decision_id="d-9")
+            assert told.told == "activate"
+            await c.ready("d1")
+            took_s.append(time.monotonic() - asked_s)
+            assert (await client.activate("d1")).state is WorkerState.READY, "idempotent"
+        finally:
+            await client.aclose()
+        pair = await route(c.router, 64, first=0, max_tokens=4)
+        assert pair.decode.worker_id == "d1" and not pair.local
+        assert c.router.members.counts["activated"] == 1
+        # Whoever stands by and is not wanted any more leaves at once.
+        await c.agent("d2", "decode", "--standby", "true")
+        await c.until(lambda w: w.state is WorkerState.STANDBY, "d2")
+        await c.router.drain("d2", reason="too many")
+        assert await c.ended("d2") == ExitCode.LEFT
+    with capsys.disabled():
+        print(f"\nstandby: order to standby {loaded_s:.2f} s, activation {took_s[0]:.2f} s")
+    assert took_s[0] < 0.5 * loaded_s
+
+
+async def test_a_worker_flips_to_the_other_stage_and_back(
+    tmp_path: Path, demo: DemoModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with cluster(tmp_path, demo) as c:
+        ordered_s = time.monotonic()
+        await c.agent("w1", "prefill")
+        await c.agent("w2", "prefill")
+        first, _ = await c.ready("w1"), await c.ready("w2")
+        cold_s = time.monotonic() - ordered_s
+        process, engine = c.agents["w1"].pid, c.engine("w1").pid
+        took_s = []
+        for role in (Role.DECODE, Role.PREFILL):
+            asked_s = time.monotonic()
+            told = await c.router.flip("w1", role=role, reason="short of it")
+            assert (told.state, told.told) == (WorkerState.DRAINING, "flip")
+            now = await c.until(
+                lambda w, wanted=role: w.state is WorkerState.READY and w.role is wanted,  # type: ignore[misc]
+                "w1",
+            )
+            took_s.append(time.monotonic() - asked_s)
+            if role is Role.DECODE:
+                assert now.epoch > first.epoch and now.offer.incarnation == first.offer.incarnation
+                pair = await route(c.router, 64, first=0, max_tokens=4)
+                assert (pair.prefill.worker_id, pair.decode.worker_id) == ("w2", "w1")
+                key = c.router.roster.members["w1"].key
+                c.router.desk(MODEL).abort_on(key, now_s=c.router.now_s())
+        assert (c.agents["w1"].pid, c.engine("w1").pid) == (process, engine)
+        assert c.router.members.counts["flipped"] == 2
+        # The decoder's stage of a convertible worker is not to be had: it serves both.
+        with pytest.raises(Refused, match="to prefill or to decode"):
+            await c.router.flip("w2", role=Role.BOTH)
+    with capsys.disabled():
+        shown = ", ".join(f"{s:.2f} s" for s in took_s)
+        print(f"\nflip: {shown}; a cold start took {cold_s:.2f} s")
+    assert max(took_s) < cold_s
