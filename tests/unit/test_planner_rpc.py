@@ -186,6 +186,8 @@ async def test_metrics_carry_the_names_of_the_requirements() -> None:
         return registry.get_sample_value(name, labels)
 
     pool = {"pool": "prefill", "worker_class": "h200-slow10", "model": "demo"}
+    calibration = ("readyplane_forecast_coverage_ratio", "readyplane_forecast_pinball_loss")
+    assert [value(name, **pool) for name in calibration] == [None, None], "nothing is judged yet"
     state = (await run.service.state())["pools"]["prefill"]
     for name, key in (
         ("readyplane_desired_replicas", "desired"),
@@ -208,6 +210,10 @@ async def test_metrics_carry_the_names_of_the_requirements() -> None:
     )
     assert value("readyplane_signal_age_seconds", model="demo", signal="queue") == 0.0
     assert value("readyplane_t_ready_seconds", **pool, quantile="p90") == state["t_ready_p90_s"]
+    await run.step(150)
+    coverage, pinball = (value(name, **pool) for name in calibration)
+    assert coverage is not None and 0.0 <= coverage <= 1.0
+    assert pinball is not None and pinball >= 0.0
     run.world.empty = True
     await run.step(3)
     assert value("readyplane_ttft_predicted_seconds", **pool) is None

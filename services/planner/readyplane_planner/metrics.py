@@ -48,6 +48,11 @@ class PlannerMetrics:
         self._coverage = gauge(
             "readyplane_forecast_coverage_ratio", "Share of horizons below the bound", LABELS
         )
+        self._pinball = gauge(
+            "readyplane_forecast_pinball_loss",
+            "Mean pinball loss of the bound, as a share of the demand",
+            LABELS,
+        )
         self._t_ready = gauge("readyplane_t_ready_seconds", "Order to ready", (*LABELS, "quantile"))
         self._predicted = {
             "prefill": gauge("readyplane_ttft_predicted_seconds", "Predicted TTFT", LABELS),
@@ -170,6 +175,7 @@ class PlannerMetrics:
             self._actual[name]: row["actual_s"],
             self._kv: row["kv_usage"],
             self._coverage: pool.forecast.coverage,
+            self._pinball: pool.forecast.pinball if pool.forecast.judged else None,
             self._reversals: memory.guard(name).reversals,
             self._correction: pool.correction,
         }
