@@ -37,6 +37,7 @@ class Fake:
     cached: bool = True
     status: int = 200
     breaks_after: int | None = None
+    tells_more: bool = False
     asked: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     aborted: int = 0
@@ -46,6 +47,12 @@ class Fake:
         if self.context is not None:
             entry["max_model_len"] = self.context
         return web.json_response({"data": [entry]})
+
+    async def info(self, _request: web.Request) -> web.Response:
+        """As SGLang tells it, under its old name only."""
+        states = [{"effective_max_running_requests_per_dp": 3}]
+        told = {"max_total_num_tokens": 7000, "chunked_prefill_size": 2048}
+        return web.json_response({**told, "internal_states": states})
 
     async def page(self, _request: web.Request) -> web.Response:
         return web.Response(text=self.metrics, status=200 if self.metrics else 404)
@@ -82,6 +89,8 @@ class Fake:
         app = web.Application()
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/metrics", self.page)
+        if self.tells_more:
+            app.router.add_get("/get_server_info", self.info)
         app.router.add_post("/v1/completions", self.complete)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -119,6 +128,13 @@ async def test_an_sglang_endpoint_is_measured_from_end_to_end() -> None:
     assert fake.aborted, "batches are ended as soon as they have told enough"
     assert found.requests == len(fake.asked)
     assert any("no prefix is kept" in note for note in found.readings.notes)
+
+
+async def test_what_sglang_tells_of_itself_is_taken() -> None:
+    found = await run(Fake(metrics="", tells_more=True), sequences_max=0)
+    assert (found.kv_tokens, found.sequences_max, found.facts.batch_tokens) == (7000, 3, 2048)
+    assert max(r.sequences for r in found.readings.decode) == 3
+    assert not any("assumed" in note for note in found.readings.notes)
 
 
 async def test_a_token_a_chunk_needs_no_running_usage() -> None:

@@ -74,7 +74,7 @@ KvBytes = Annotated[
 ]
 Sequences = Annotated[
     int,
-    typer.Option("--max-num-seqs", metavar="N", help="Sequences at once; 0: 256."),
+    typer.Option("--max-num-seqs", metavar="N", help="Sequences at once; 0: as told, else 256."),
 ]
 
 
@@ -275,7 +275,13 @@ def measure(
         f"measured {utc(clock.wall_s()):%Y-%m-%d} on {url}: {found.facts.model}{engine}, "
         f"{found.requests} requests in {found.seconds:.0f} s, medians of {repeats}"
     )
-    naming = given.naming(source, found.kv_tokens, found_gpus=None, sequences=found.sequences_max)
+    naming = given.naming(
+        source,
+        found.kv_tokens,
+        found_gpus=None,
+        sequences=found.sequences_max,
+        batch=found.facts.batch_tokens,
+    )
     _write(found.readings, naming, out, force=force, json=json)
 
 
@@ -412,14 +418,20 @@ class _Given:
             )
 
     def naming(
-        self, source: str, kv_tokens: int, *, found_gpus: int | None, sequences: int
+        self,
+        source: str,
+        kv_tokens: int,
+        *,
+        found_gpus: int | None,
+        sequences: int,
+        batch: int | None = None,
     ) -> Naming:
         """All that a profile needs beside its points."""
         from readyplane_lab.profiling.fitting import Naming
 
         base = self._base
         price = self._price or (base.price_per_gpu_hour if base else 1.0)
-        batch = base.max_batch_tokens if base else 8192
+        batch = batch or (base.max_batch_tokens if base else 8192)
         most = sequences or self._sequences or (base.max_num_seqs if base else SEQUENCES)
         return Naming(
             name=self._name,

@@ -30,6 +30,8 @@ PAGES = (
     ("vllm:cache_config_info.num_gpu_blocks", "vllm:cache_config_info.block_size"),
     ("sglang:cache_config_info.num_pages", "sglang:cache_config_info.page_size"),
 )
+SERVER_INFO = ("/server_info", "/get_server_info")
+"""Of SGLang, under its new and its old name."""
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 
 
@@ -41,6 +43,8 @@ class Facts:
     context_max: int | None
     kv_tokens: int | None
     engine: str
+    sequences_max: int | None = None
+    batch_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -102,11 +106,17 @@ class Endpoint:
         length = entries[self.model].get("max_model_len")
         metrics = await self._metrics()
         engine = next((n.partition(":")[0] for n in metrics if ":" in n), "")
+        info = {} if engine == "vllm" else await self._server_info()
+        states = info.get("internal_states")
+        state = states[0] if isinstance(states, list) and states else {}
         return Facts(
             model=self.model,
             context_max=int(length) if length else None,
-            kv_tokens=_kv_tokens(metrics),
+            kv_tokens=_kv_tokens(metrics) or _whole(info.get("max_total_num_tokens")),
             engine=engine,
+            sequences_max=_whole(state.get("effective_max_running_requests_per_dp"))
+            or _whole(info.get("max_running_requests")),
+            batch_tokens=_whole(info.get("chunked_prefill_size")),
         )
 
     async def running(self) -> float | None:
@@ -190,6 +200,16 @@ class Endpoint:
         into.marks.append((now_s, tokens))
         return True
 
+    async def _server_info(self) -> dict[str, Any]:
+        for path in SERVER_INFO:
+            try:
+                document = json.loads(await self._get(path))
+            except (ReadyplaneError, ValueError):
+                continue
+            if isinstance(document, dict):
+                return document
+        return {}
+
     async def _metrics(self) -> dict[str, float]:
         try:
             return read_metrics((await self._get("/metrics")).encode())
@@ -231,6 +251,11 @@ def _kv_tokens(metrics: dict[str, float]) -> int | None:
         if metrics.get(blocks) and metrics.get(size):
             return int(metrics[blocks] * metrics[size])
     return next((int(metrics[n]) for n in KV_TOKENS if metrics.get(n)), None)
+
+
+def _whole(value: object) -> int | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return int(value) if known else None  # type: ignore[call-overload]
 
 
 def _refused(url: str, status: int, text: str) -> ReadyplaneError:

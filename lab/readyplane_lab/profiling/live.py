@@ -73,7 +73,7 @@ async def measure(
         budget = Budget(begun_s + asked.seconds_max, asked.requests_max)
         run = Measurement(endpoint, span, budget, asked.wanted, clock=clock, random=random, say=say)
         readings = await run.run()
-    if not asked.sequences_max:
+    if not (asked.sequences_max or facts.sequences_max):
         readings.notes.append(f"the endpoint does not tell its sequences: {SEQUENCES_MAX} assumed")
     return Measured(
         readings=readings,
@@ -106,5 +106,5 @@ def span_of(asked: Asked, facts: Facts) -> Span:
         isl_max=asked.isl_max or most,
         context_max=most + 2,
         kv_tokens=kv_tokens,
-        sequences_max=asked.sequences_max or SEQUENCES_MAX,
+        sequences_max=asked.sequences_max or facts.sequences_max or SEQUENCES_MAX,
     )
