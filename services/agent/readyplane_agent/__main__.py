@@ -75,7 +75,8 @@ async def _live(settings: AgentSettings, trace: StartTrace) -> int:
     clock = SystemClock()
     incarnation = f"{settings.worker_id}-{secrets.token_hex(6)}"
     try:
-        profile = load_profile(settings.profile or settings.worker_class)
+        worker_class = settings.worker_class
+        profile = load_profile(settings.profile or worker_class, worker_class=worker_class)
         if settings.convertible_tpot_s > 0:
             profile = told_profile(profile, tpot_s=settings.convertible_tpot_s)
         engine = engine_for(
