@@ -6,6 +6,7 @@ A planner without a router stands on them alone; a target that hangs costs the b
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -397,3 +398,13 @@ async def test_a_file_that_would_need_a_guess_is_refused(
 async def test_without_router_and_signals_nothing_starts() -> None:
     with pytest.raises(InvalidField, match="--signals"):
         given()
+
+
+def test_the_files_of_the_guide_are_taken(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "signals.md"
+    blocks = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for text, router in zip(blocks, ("127.0.0.1:1", ""), strict=True):
+        path = tmp_path / "signals.yaml"
+        path.write_text(text)
+        given("--signals", str(path), "--router", router)

@@ -140,9 +140,11 @@ class PlannerMetrics:
                 self._age.forget(model=model, signal=signal)
             else:
                 self._age.labels(model, signal).set(age_s)
+        begun = memory.work_p.begun_s is not None
         for name, told in decision.signals.items():
-            # Warming up is part of every start, and no fault.
-            away = told.kind in (Kind.MISSING, Kind.STALE)
+            # Warming up is part of every start, and so is a model that nobody has asked for yet.
+            unasked = not begun and "without this model" in told.why
+            away = told.kind in (Kind.MISSING, Kind.STALE) and not unasked
             self._unknown.labels(model, name).set(1 if away else 0)
         self._silent.labels(model).set(len(seen.observation.silent))
         self._bad.labels(model).set(memory.bad_samples)

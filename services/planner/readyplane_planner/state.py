@@ -5,7 +5,7 @@ Owns its shape and the history behind it. Built from values of one tick; no effe
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +143,14 @@ def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) 
         "kv_usage": sum(usages) / len(usages) if usages else None,
         "active": sum(w.active for w in mine),
         "correction": pool.correction,
+        "missing_capability": _missing(role, observation),
     }
+
+
+def _missing(role: Role, observation: Observation) -> dict[str, int]:
+    """Ready workers of a pool that do not tell something it is judged by, by its name (B19)."""
+    told = (name for w in observation.workers if w.role.serves(role) for name in w.missing)
+    return dict(Counter(told))
 
 
 def _capacity(name: str, seen: Seen) -> tuple[int, int]:
