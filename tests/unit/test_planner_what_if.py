@@ -151,3 +151,11 @@ async def test_there_must_be_something_to_change() -> None:
     await run.step(40)
     with pytest.raises(InvalidField, match="there is none of it now"):
         await ask(run, rps="3")
+
+
+async def test_another_optimiser_can_be_asked_about(run: Run) -> None:
+    found = await ask(run, policy__optimiser="tuned")
+    assert found["changes"][0]["from"] == "size" and found["changes"][0]["to"] == "tuned"
+    assert found["what_if"]["candidates"], "it proposed something"
+    with pytest.raises(InvalidField, match="known are"):
+        await ask(run, policy__optimiser="oracle")

@@ -17,10 +17,10 @@ from readyplane_lab.proof.ours import CONTENDER
 from readyplane_lab.proof.play import play_fielded
 from readyplane_lab.proof.port import find
 from readyplane_planner.decide import Decision, Memory, Plan, decide
-from readyplane_planner.journal import Inputs
+from readyplane_planner.journal import Inputs, decided
 from readyplane_planner.policy import make_plan, overlay, read_policy
 from readyplane_planner.signals import Observation
-from readyplane_planner.whatif import read_changes, what_if
+from readyplane_planner.whatif import applied, compared, read_changes
 
 
 class Moment:
@@ -62,7 +62,7 @@ def ask_scenario(name: str, changes: Mapping[str, str], *, at_s: float | None) -
     """Play a scenario under the default policy and ask about one moment of it.
 
     Raises:
-        InvalidField: no such scenario or moment; whatever `what_if` refuses.
+        InvalidField: no such scenario or moment; whatever `applied` refuses.
     """
     asked = read_changes(changes)
     if at_s is not None and not (math.isfinite(at_s) and at_s >= 0):
@@ -74,7 +74,7 @@ def ask_scenario(name: str, changes: Mapping[str, str], *, at_s: float | None) -
     if moment.kept is None:
         raise InvalidField("--scenario", name, "it has no tick at all")
     inputs = moment.kept
-    found = what_if(
+    question = applied(
         inputs,
         asked,
         policy=read_policy(overlay(case.policy, fielded.policy)),
@@ -82,4 +82,5 @@ def ask_scenario(name: str, changes: Mapping[str, str], *, at_s: float | None) -
             policy, version=inputs.plan.version, manifest_digest=inputs.plan.manifest_digest
         ),
     )
-    return {"scenario": case.key, **found}
+    then, _memory = decided(question.inputs)
+    return {"scenario": case.key, **compared(inputs, question, then)}

@@ -279,16 +279,20 @@ def replayed(record: Record, *, brain: Brain = decide) -> tuple[Decision, Memory
     if not record.inputs:
         raise NotFound("inputs of decision", record.decision_id, "get the record from the journal")
     inputs = decode_inputs(record.inputs)
+    return (*decided(inputs, brain=brain), inputs.now_s)
+
+
+def decided(inputs: Inputs, *, brain: Brain = decide) -> tuple[Decision, Memory]:
+    """What follows from inputs; a foreign optimiser's answer is taken as it was given."""
     if inputs.answer is not None and brain is decide:
         brain = partial(decide, optimiser=answered(inputs.answer))
-    decision, memory = brain(
+    return brain(
         inputs.observation,
         inputs.plan,
         inputs.memory,
         now_s=inputs.now_s,
         decision_id=inputs.decision_id,
     )
-    return decision, memory, inputs.now_s
 
 
 def record_of(

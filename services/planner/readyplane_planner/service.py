@@ -50,7 +50,7 @@ from readyplane_planner.starts import StartBook, samples_from, t_ready
 from readyplane_planner.state import History, Seen, state_document, state_pools
 from readyplane_planner.takeover import Succession
 from readyplane_planner.thinking import think
-from readyplane_planner.whatif import read_changes, what_if
+from readyplane_planner.whatif import applied, compared, read_changes
 from readyplane_planner.worktime import WorkerSeconds
 
 log = logging.getLogger(__name__)
@@ -498,15 +498,18 @@ class PlannerService:
         self._check(model)
         if self._inputs is None:
             raise Unavailable("the planner has not looked yet", "ask again in a moment")
-        plan = self._inputs.plan
-        return what_if(
-            self._inputs,
+        inputs, plan = self._inputs, self._inputs.plan
+        question = applied(
+            inputs,
             read_changes(changes),
             policy=self._policy,
             plan_of=lambda policy: make_plan(
                 policy, version=plan.version, manifest_digest=plan.manifest_digest
             ),
         )
+        asked = thinker(question.policy.optimiser, budget_s=self._upkeep.optimiser_s)
+        then, _memory, _inputs = await think(question.inputs, decide, asked)
+        return compared(inputs, question, then)
 
     # ------------------------------------------------------------------ policy
 

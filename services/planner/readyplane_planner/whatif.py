@@ -19,11 +19,10 @@ from readyplane.core.errors import InvalidField, UnknownField
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import WorkerState
 from readyplane_planner import forecast
-from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Plan, decide
+from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Plan
 from readyplane_planner.decide.demand import mean_lengths, mean_output
-from readyplane_planner.decide.follow import Brain
 from readyplane_planner.explain import candidate_lines, expectation_lines
-from readyplane_planner.journal import Inputs, decision_document
+from readyplane_planner.journal import Inputs, decided, decision_document
 from readyplane_planner.policy import Policy, merged
 from readyplane_planner.signals import Signal, WorkerView
 
@@ -129,44 +128,31 @@ def _number(key: str, text: str) -> Change:
 # --------------------------------------------------------------------------- the answer
 
 
-def what_if(
-    inputs: Inputs,
-    changes: Sequence[Change],
-    *,
-    policy: Policy,
-    plan_of: PlanOf,
-    brain: Brain = decide,
-) -> dict[str, Any]:
-    """The decision as it is beside the one under the changes, with what differs and why.
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Changed inputs and policy, what each change did, and what a reader has to know."""
 
-    Args:
-        inputs: of a decision that was taken. policy: in force then; `plan_of` makes its plan.
+    inputs: Inputs
+    policy: Policy
+    told: tuple[Mapping[str, Any], ...]
+    notes: tuple[str, ...]
 
-    Raises:
-        InvalidField: a change that cannot be made; UnknownField: of a policy field.
-    """
-    changed, told, notes = applied(inputs, changes, policy=policy, plan_of=plan_of)
-    sides = {}
-    for name, given in (("as_is", inputs), ("what_if", changed)):
-        decision, _memory = brain(
-            given.observation,
-            given.plan,
-            given.memory,
-            now_s=given.now_s,
-            decision_id=given.decision_id,
-        )
-        sides[name] = _side(decision)
+
+def compared(inputs: Inputs, question: Question, then: Decision) -> dict[str, Any]:
+    """The decision of the inputs as they were beside `then`, with what differs and why."""
+    now, _memory = decided(inputs)
+    sides = {"as_is": _side(now), "what_if": _side(then)}
     differences = [
-        {"pool": pool, "field": field, "as_is": now, "what_if": then}
+        {"pool": pool, "field": field, "as_is": was, "what_if": would}
         for pool in POOLS
         for field in sides["as_is"][pool]
-        if (now := sides["as_is"][pool][field]) != (then := sides["what_if"][pool][field])
+        if (was := sides["as_is"][pool][field]) != (would := sides["what_if"][pool][field])
     ]
     answer = {
         "model": inputs.plan.model,
         "decision_id": inputs.decision_id,
-        "changes": told,
-        "notes": notes,
+        "changes": list(question.told),
+        "notes": list(question.notes),
         **sides,
         "differences": differences,
     }
@@ -263,8 +249,15 @@ def _amount(value: object) -> str:
 
 def applied(
     inputs: Inputs, changes: Sequence[Change], *, policy: Policy, plan_of: PlanOf
-) -> tuple[Inputs, list[dict[str, Any]], list[str]]:
-    """(changed inputs, what each change did, what a reader has to know)."""
+) -> Question:
+    """The inputs under the changes.
+
+    Args:
+        inputs: of a decision that was taken. policy: in force then; `plan_of` makes its plan.
+
+    Raises:
+        InvalidField: a change that cannot be made; UnknownField: of a policy field.
+    """
     told: list[dict[str, Any]] = []
     notes: list[str] = []
     loads = False
@@ -282,11 +275,12 @@ def applied(
             notes.append(f"the {waiting:,.0f} prompt tokens that wait now are left as they are")
     fields = [c for c in changes if c.key.startswith(POLICY)]
     if fields:
-        inputs, more = _policy(inputs, fields, policy, plan_of)
+        inputs, policy, more = _policy(inputs, fields, policy, plan_of)
         told += more
         if any("t_ready_prior" in c.key for c in fields):
             notes.append("policy.t_ready_prior counts only until starts were measured; see tready")
-    return inputs, told, notes
+    # What a foreign optimiser answered to the real inputs is no answer to these.
+    return Question(replace(inputs, answer=None), policy, tuple(told), tuple(notes))
 
 
 def _told(change: Change, before: Any, after: Any) -> dict[str, Any]:
@@ -455,7 +449,7 @@ _APPLY: Mapping[str, Callable[[Inputs, Change], Applied]] = {
 
 def _policy(
     inputs: Inputs, changes: Sequence[Change], policy: Policy, plan_of: PlanOf
-) -> tuple[Inputs, list[dict[str, Any]]]:
+) -> tuple[Inputs, Policy, list[dict[str, Any]]]:
     """The plan of the changed policy; a pause that is not asked about stays."""
     wanted: dict[str, Any] = {}
     for change in changes:
@@ -477,7 +471,7 @@ def _policy(
         )
         for c in changes
     ]
-    return replace(inputs, plan=plan), told
+    return replace(inputs, plan=plan), after, told
 
 
 def _at(document: Any, name: str) -> Any:
