@@ -69,6 +69,16 @@ async def test_your_gateway_by_grpc(home: Path) -> None:
     assert re.fullmatch(r"http://\S+ http://\S+ \d+\.\d\d s\n0 unknown\n", said)
 
 
+async def test_profiles(home: Path) -> None:
+    """Those of its blocks that need no engine of a class of one's own."""
+    said = await run(
+        home, "bash", "-c", "set -euo pipefail\n" + "\n".join(blocks("docs/profiles.md", "sh"))
+    )
+    assert "h200-llama8b-fp8" in said and "iteration_ms" in said
+    assert json.loads((home / "b300.json").read_text())["measured"] is False
+    assert '"measured": false' in said
+
+
 async def test_the_readme(home: Path, full_stack: FullStack) -> None:
     """What its blocks ask of a running system; ports are this system's own."""
     asked = [b for b in blocks("README.md", "sh") if "curl" in b or "workers   " in b]
