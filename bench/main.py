@@ -4,7 +4,7 @@ Prints these lines at the end:
 
     bench-main first_answer_s= attainment= unexplained= route_p50_us= route_p99_us= route_per_s_16=
                route_cpu_us= sim_hour_s=
-    bench-tick decide_ms_10= decide_ms_32= decide_ms_1000= tick_ms_10=
+    bench-tick decide_ms_10= decide_ms_32= decide_ms_1000= tick_ms_10= tick_ms_32= tick_ms_1000=
     bench-sim azure_hour_s= us_per_request_1x= us_per_request_32= tick_ms=
     bench-forecast wape= cover= pinball= cost=
 
@@ -14,7 +14,8 @@ the Azure conversation trace. route_*: gRPC route plus complete against a router
 stores, 8 prefill and 8 decode workers and prompts of 1,024 tokens; quantiles at 1 in flight,
 rate at 16; route_cpu_us is the router's own CPU. sim_hour_s, azure_hour_s: CPU seconds of the Azure
 conversation hour in the simulator on one core. decide_ms_*: CPU of one decision of the planner by
-the number of workers; tick_ms_10: of the whole round around it. us_per_request_*: CPU of a
+the number of workers; tick_ms_10: of the whole round around it, tick_ms_32 and tick_ms_1000: likewise
+with eight classes and the start mode to choose among. us_per_request_*: CPU of a
 simulated request, planner ticks included, in that hour and with some 32 workers; tick_ms: of a
 decision in the latter. The forecast's figures are means of `bench.forecast`, which prints them all.
 

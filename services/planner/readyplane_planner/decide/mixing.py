@@ -8,6 +8,7 @@ pool has and may start. Guard goes on counting workers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -173,7 +174,8 @@ def gpus_held(pool: Pool, plan: Plan) -> int:
     gpus = {c.worker_class: c.profile.gpus for c in classes_of(mine)}
     members: Iterable[str] = (
         *(w.worker_class for w in (*pool.ready, *pool.unpairable, *pool.draining, *pool.stalled)),
-        *(c.worker_class for c in (*pool.coming, *pool.overdue)),
+        *(w.worker_class for w in pool.standby),
+        *(c.worker_class for c in (*pool.coming, *pool.overdue, *pool.preparing)),
     )
     return sum(gpus.get(name, mine.limits.gpus) for name in members)
 
@@ -209,8 +211,10 @@ class _Market:
             0.0 if counts.breach or (short and not pool.coming) else self._t_ready.p50_s
         )
         self.have = _by_class(pool)
+        self._own = Counter(m.worker_class for m in pool.members if not m.attached)
         self.modes = {c.worker_class: self._mode(c) for c in classes_of(self._mine)}
         self.offers = _not_dear([self._offer(c) for c in classes_of(self._mine)])
+        self._picks: dict[str, Pick] = {}
         self.choice = Choice((), self._more())
 
     def translated(self, proposal: Proposal | None, said: list[Reason]) -> Proposal | None:
@@ -259,32 +263,25 @@ class _Market:
     def _gives(self, surplus: float, low: int) -> Mix:
         held = []
         for offered in classes_of(self._mine):
-            own = self._own(offered.worker_class)
+            own = self._own[offered.worker_class]
             life_s, name = self.life_s, offered.worker_class
             # What goes may have to come back: it saves what it would serve, less its next start.
             saved_s = max(life_s - self._ready(name).p50_s, KEPT_MIN * life_s)
-            value = self._worth_most(name)
+            # Whoever of the class goes, not more is lost.
+            value = self.have.get(name, (0, 1.0))[1]
             spare = max(0, own - offered.low)
             held.append(Held(name, value, offered.price / 3600.0 * saved_s, spare))
         known = {c.worker_class for c in classes_of(self._mine)}
         for name in sorted(set(self.have) - known):
             # Of a class that the policy no longer names: the first to go.
-            held.append(Held(name, self._worth_most(name), 1e9, self._own(name)))
+            held.append(Held(name, self.have[name][1], 1e9, self._own[name]))
         return gives(max(0.0, surplus), held, most=max(0, self._pool.live - low))
-
-    def _worth_most(self, name: str) -> float:
-        """Of the workers of a class that are there: whoever of them goes, not more is lost."""
-        mine = (m for m in self._pool.members if m.worker_class == name)
-        return max(map(self._pool.worth_of, mine), default=1.0)
-
-    def _own(self, name: str) -> int:
-        return sum(m.worker_class == name and not m.attached for m in self._pool.members)
 
     # ------------------------------------------------------------------ offers
 
     def _offer(self, offered: ClassPlan) -> Offer:
         name, mode = offered.worker_class, self.modes[offered.worker_class]
-        have = self.have.get(name, 0)
+        have = self.have.get(name, (0, 1.0))[0]
         value = self._pool.worth.get(f"{name}/{mode.mode}", 0.0)
         blocked = denials.denied(self._memory, self._pool.name, name, now_s=self._now_s)
         cost = start_cost(
@@ -342,6 +339,11 @@ class _Market:
     # ------------------------------------------------------------------ words
 
     def _pick(self, name: str) -> Pick:
+        if name not in self._picks:
+            self._picks[name] = self._explained(name)
+        return self._picks[name]
+
+    def _explained(self, name: str) -> Pick:
         mode = self.modes.get(name)
         if mode is None:
             return Pick(name, plain(self._plan, self._pool.name).more.mode)
@@ -392,8 +394,11 @@ def expected_life_s(memory: Memory, name: str, *, bound_s: float | None = None) 
     return life_s if bound_s is None else min(life_s, bound_s)
 
 
-def _by_class(pool: Pool) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for member in pool.members:
-        found[member.worker_class] = found.get(member.worker_class, 0) + 1
+def _by_class(pool: Pool) -> dict[str, tuple[int, float]]:
+    """(how many there are, what the best of them is worth) by class."""
+    kinds = Counter((m.worker_class, m.mode) for m in pool.members)
+    found: dict[str, tuple[int, float]] = {}
+    for (name, mode), count in kinds.items():
+        before, most = found.get(name, (0, 0.0))
+        found[name] = before + count, max(most, pool.worth.get(f"{name}/{mode}", 1.0))
     return found

@@ -6,13 +6,15 @@ arriving capacity until the bound of its ETA has passed, then no more (B20, B36)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import WorkerState
+from readyplane_planner.decide import fast
 from readyplane_planner.decide.values import (
     ROLE_OF,
+    Changing,
     Memory,
     OpenOrder,
     Plan,
@@ -28,7 +30,10 @@ ENDED = frozenset({"exited", "failed"})
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A worker on its way: seconds since its order, the artifact and whether an agent runs."""
+    """A worker on its way: seconds since its order, the artifact and whether an agent runs.
+
+    One that is activated or changes its stage has that as its mode, and its age since it was told.
+    """
 
     worker_id: str
     age_s: float
@@ -43,6 +48,7 @@ class Coming:
 class Pool:
     """The members of one pool by what they are. Built here, read-only afterwards.
 
+    `standby`: proved and waiting to be told; `preparing`: such ones on their way.
     `worth`: reference workers by "class/mode", where there is more than one; see `mixing`.
     """
 
@@ -52,12 +58,15 @@ class Pool:
     coming: list[Coming] = field(default_factory=list)
     draining: list[WorkerView] = field(default_factory=list)
     stalled: list[WorkerView] = field(default_factory=list)
+    standby: list[WorkerView] = field(default_factory=list)
+    preparing: list[Coming] = field(default_factory=list)
     overdue: list[Coming] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
     suspects: list[str] = field(default_factory=list)
     became_ready: int = 0
     worth: Mapping[str, float] = field(default_factory=dict)
+    _sums: tuple[float, float] | None = None
 
     def worth_of(self, member: WorkerView | Coming) -> float:
         """Workers of the reference class that a member is worth."""
@@ -66,14 +75,18 @@ class Pool:
     @property
     def ready_worth(self) -> float:
         """What the ready are worth."""
-        return sum(map(self.worth_of, self.ready)) if self.worth else len(self.ready)
+        return self._worths()[0] if self.worth else len(self.ready)
 
     @property
     def live_worth(self) -> float:
         """What `live` is worth."""
-        if not self.worth:
-            return self.live
-        return sum(map(self.worth_of, self.members))
+        return self._worths()[1] if self.worth else self.live
+
+    def _worths(self) -> tuple[float, float]:
+        if self._sums is None:
+            ready = sum(map(self.worth_of, self.ready))
+            self._sums = ready, sum(map(self.worth_of, self.members))
+        return self._sums
 
     @property
     def members(self) -> list[WorkerView | Coming]:
@@ -99,13 +112,15 @@ class Pool:
             expired=len(self.overdue),
             backlog=backlog,
             breach=breach,
+            standby=len(self.standby) + len(self.preparing),
         )
 
 
 def quantiles_of(observation: Observation, pool: str, member: Coming) -> StartQuantiles:
     """T_ready of a start as it was ordered, where classes and modes are told apart."""
     key = start_key(pool, member.worker_class, member.mode)
-    return observation.t_ready.get(key, observation.t_ready[pool])
+    usual = fast.PRIORS.get(member.mode, observation.t_ready[pool])
+    return observation.t_ready.get(key, usual)
 
 
 def eta_s(age_s: float, quantiles: StartQuantiles, *, late: bool) -> float:
@@ -133,7 +148,11 @@ def arrives_soon(age_s: float, quantiles: StartQuantiles) -> float | None:
 
 
 def not_draining(observation: Observation, memory: Memory) -> Memory:
-    """A drain that was not taken is no drain: the worker counts as it stands, ready (B35)."""
+    """A drain that was not taken is no drain: the worker counts as it stands, ready (B35).
+
+    Nor is a worker told any more what it has done, or would not do.
+    """
+    memory = fast.settled(observation, memory)
     refused = {r.worker_id for r in observation.refused}
     if not refused:
         return memory
@@ -160,15 +179,17 @@ def census(
         orphan_s=plan.orphan_s,
         fleet_known=observation.fleet_known,
         now_s=now_s,
+        changing=fast.changes(observation, memory),
     )
-    held = {a.worker_id: a for a in observation.allocations if a.role.serves(role)}
-    seen: set[str] = set()
+    allocations = {a.worker_id: a for a in observation.allocations}
+    held = {name: a for name, a in allocations.items() if a.role.serves(role)}
+    seen = {w.worker_id for w in observation.workers}  # in one stage or the other
     for worker in observation.workers:
         if worker.role.serves(role):
-            seen.add(worker.worker_id)
-            _place(pool, worker, held.get(worker.worker_id), view)
+            _place(pool, worker, allocations.get(worker.worker_id), view)
+    _turning(pool, observation.workers, allocations, view)
     for worker_id, allocation in held.items():
-        if worker_id not in seen:
+        if worker_id not in seen and not view.flips(worker_id):
             _without_lease(pool, allocation, view)
     for worker_id, order in view.orders.items():
         if worker_id in seen or worker_id in held:
@@ -177,15 +198,15 @@ def census(
         if not observation.allocations_known or age_s < plan.order_grace_s:
             digest = order.digest or plan.manifest_digest
             number, worker_class = order.number, order.worker_class
-            pool.coming.append(
-                Coming(worker_id, age_s, digest, number, False, worker_class, order.mode)
-            )
+            coming = Coming(worker_id, age_s, digest, number, False, worker_class, order.mode)
+            (pool.preparing if order.standby else pool.coming).append(coming)
         else:
             pool.failed.append(worker_id)
     refused = {r.worker_id for r in observation.refused if r.pool == name} & view.orders.keys()
     # What is held was taken, whatever became of the answer to its order.
     refused -= held.keys() | seen
     pool.coming = [c for c in pool.coming if c.worker_id not in refused]
+    pool.preparing = [c for c in pool.preparing if c.worker_id not in refused]
     pool.failed.extend(sorted(refused - set(pool.failed)))
     pool.became_ready = sum(1 for w in pool.ready if w.worker_id in view.orders)
     return pool
@@ -205,6 +226,20 @@ class _View:
     orphan_s: float
     fleet_known: bool
     now_s: float
+    changing: Mapping[str, Changing]
+
+    def told(self, worker_id: str, kind: str) -> Changing | None:
+        """What a worker was told and has not done, if it is of that kind."""
+        found = self.changing.get(worker_id)
+        return found if found is not None and found.kind == kind else None
+
+    def flips(self, worker_id: str) -> bool:
+        """Whether it is on its way to the other stage."""
+        return self.told(worker_id, fast.FLIP) is not None
+
+    def turned(self, worker_id: str) -> bool:
+        """Whether it has served before and starts anew: its allocation's age tells of its first start."""
+        return self.flips(worker_id) or worker_id in self.served
 
     def bound_of(self, name: str, member: WorkerView | Allocation) -> float:
         """Seconds after which a start is overdue."""
@@ -219,31 +254,49 @@ class _View:
 
 def _place(pool: Pool, worker: WorkerView, allocation: Allocation | None, view: _View) -> None:
     """One worker that the router knows."""
-    if worker.state is WorkerState.DRAINING or worker.worker_id in view.draining:
+    name = worker.worker_id
+    flip, word = view.told(name, fast.FLIP), view.told(name, fast.ACTIVATE)
+    if flip is not None and flip.to != pool.name and name not in view.draining:
         pool.draining.append(worker)
-        since_s = view.draining.get(worker.worker_id, view.now_s)
-        # A start that was cancelled has nothing to serve out: its release was lost.
-        unserved = worker.state is WorkerState.PROVISIONED
-        bound_s = view.orphan_s if unserved else view.drain_bound_s
-        if allocation is not None and view.now_s - since_s > bound_s:
-            text = f"still draining after {view.now_s - since_s:.1f} s"
-            pool.releases.append(Release(worker.worker_id, pool.name, text))
-        return
-    if worker.state is WorkerState.READY:
+    elif worker.state is WorkerState.DRAINING or name in view.draining:
+        _leaving(pool, worker, allocation, view)
+    elif worker.state is WorkerState.READY:
         (pool.unpairable if worker.unpairable else pool.ready).append(worker)
-        return
-    if worker.state is WorkerState.STALLED:
+    elif worker.state is WorkerState.STANDBY:
+        if word is None:
+            pool.standby.append(worker)
+        else:
+            pool.coming.append(_told(worker, word, view))
+    elif worker.state is WorkerState.STALLED:
         pool.stalled.append(worker)
-        pool.suspects.append(worker.worker_id)
-        if view.given_up(worker.worker_id) and allocation is not None:
-            pool.releases.append(Release(worker.worker_id, pool.name, "stalled: no progress"))
-        return
+        pool.suspects.append(name)
+        if view.given_up(name) and allocation is not None:
+            pool.releases.append(Release(name, pool.name, "stalled: no progress"))
+    else:
+        _starting(pool, worker, allocation, view, standby=worker.standby and word is None)
+
+
+def _leaving(pool: Pool, worker: WorkerView, allocation: Allocation | None, view: _View) -> None:
+    pool.draining.append(worker)
+    since_s = view.draining.get(worker.worker_id, view.now_s)
+    # A start that was cancelled has nothing to serve out: its release was lost.
+    unserved = worker.state in {WorkerState.PROVISIONED, WorkerState.STANDBY}
+    bound_s = view.orphan_s if unserved else view.drain_bound_s
+    if allocation is not None and view.now_s - since_s > bound_s:
+        text = f"still draining after {view.now_s - since_s:.1f} s"
+        pool.releases.append(Release(worker.worker_id, pool.name, text))
+
+
+def _starting(
+    pool: Pool, worker: WorkerView, allocation: Allocation | None, view: _View, *, standby: bool
+) -> None:
+    """One whose start is under way, too late, or has failed."""
     order = view.orders.get(worker.worker_id)
     age_s = 0.0
-    if allocation is not None:
-        age_s = allocation.allocated_ago_s
-    elif order is not None:
+    if order is not None:
         age_s = view.now_s - order.ordered_s
+    if allocation is not None and not view.turned(worker.worker_id):
+        age_s = allocation.allocated_ago_s
     coming = Coming(
         worker.worker_id,
         age_s,
@@ -264,7 +317,44 @@ def _place(pool: Pool, worker: WorkerView, allocation: Allocation | None, view: 
             text = f"not ready after {age_s:.1f} s, bound {bound_s:.1f} s"
             pool.releases.append(Release(worker.worker_id, pool.name, text))
     else:
-        pool.coming.append(coming)
+        (pool.preparing if standby else pool.coming).append(coming)
+
+
+def _told(worker: WorkerView, word: Changing, view: _View) -> Coming:
+    """A worker that serves, or serves this stage, shortly after it was told."""
+    return Coming(
+        worker.worker_id,
+        max(0.0, view.now_s - word.since_s),
+        worker.manifest_digest,
+        worker.generation,
+        worker.attached,
+        worker.worker_class,
+        word.kind,
+    )
+
+
+def _turning(
+    pool: Pool,
+    workers: Iterable[WorkerView],
+    allocations: Mapping[str, Allocation],
+    view: _View,
+) -> None:
+    """Whoever comes from the other stage: still draining there, or between its two leases."""
+    role = ROLE_OF[pool.name]
+    by_id = {w.worker_id: w for w in workers}
+    for worker_id, word in view.changing.items():
+        if word.kind != fast.FLIP or word.to != pool.name or worker_id in view.draining:
+            continue
+        worker, allocation = by_id.get(worker_id), allocations.get(worker_id)
+        if worker is not None:
+            if not worker.role.serves(role):
+                pool.coming.append(_told(worker, word, view))
+        elif allocation is not None and allocation.state not in ENDED:
+            age_s = max(0.0, view.now_s - word.since_s)
+            digest, number = allocation.manifest_digest, allocation.generation
+            pool.coming.append(
+                Coming(worker_id, age_s, digest, number, False, allocation.worker_class, word.kind)
+            )
 
 
 def _without_lease(pool: Pool, allocation: Allocation, view: _View) -> None:
@@ -296,7 +386,7 @@ def _without_lease(pool: Pool, allocation: Allocation, view: _View) -> None:
     if worker_id not in view.served and allocation.allocated_ago_s <= view.bound_of(
         pool.name, allocation
     ):
-        pool.coming.append(coming)
+        (pool.preparing if allocation.standby else pool.coming).append(coming)
         return
     pool.suspects.append(worker_id)
     if view.given_up(worker_id):
