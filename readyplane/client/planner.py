@@ -122,6 +122,25 @@ class PlannerClient(ServiceClient):
         )
         return wire.object_of(response.policy_json, "policy_json"), response.version
 
+    async def rollout(self, model: str = "") -> dict[str, Any]:
+        """Where the roll-out is."""
+        response: pb.GetRolloutResponse = await self.call(
+            "GetRollout", lambda: pb.GetRolloutRequest(model=model)
+        )
+        return wire.object_of(response.rollout_json, "rollout_json")
+
+    async def ask_rollout(
+        self, action: str, *, to: str = "", surge: int = 0, by: str = "", model: str = ""
+    ) -> dict[str, Any]:
+        """Begin a roll-out (go), or pause, resume or undo the one under way."""
+        response: pb.AskRolloutResponse = await self.call(
+            "AskRollout",
+            lambda: pb.AskRolloutRequest(
+                request_id=self._make_id(), model=model, action=action, to=to, surge=surge, by=by
+            ),
+        )
+        return wire.object_of(response.rollout_json, "rollout_json")
+
     async def set_paused(
         self,
         paused: bool,

@@ -246,12 +246,7 @@ class Fleet:
         """What must hold whatever is decided."""
         goal = step.grow.digest
         known = [{m.worker_id: m for m in side.members} for side in sides]
-        kept = tuple(
-            replace(
-                side, members=tuple(m for m in side.members if m.worker_id not in step.retire[i])
-            )
-            for i, side in enumerate(sides)
-        )
+        kept = (_without(sides[0], step.retire[0]), _without(sides[1], step.retire[1]))
         for place, side in enumerate(sides):
             assert set(step.retire[place]) <= set(known[place]), "retires who is not there"
             live = len(side.members) + side.grow
@@ -273,3 +268,8 @@ class Fleet:
         if self.budget is not None and any(step.surge):
             held = sum(len(pool) for pool in self.pools)
             assert held + sum(step.surge) + sum(s.grow for s in sides) <= self.budget
+
+
+def _without(side: Side, gone: tuple[str, ...]) -> Side:
+    """The pool without some."""
+    return replace(side, members=tuple(m for m in side.members if m.worker_id not in gone))

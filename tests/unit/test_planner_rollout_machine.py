@@ -67,7 +67,7 @@ class AnyRollout(RuleBasedStateMachine):
         self.fleet.share = {digest: share}
 
     @rule(known=st.booleans(), told=st.booleans(), idle=st.booleans(), hold=st.booleans())
-    def signals_change(self, known: bool, told: bool, idle: bool, hold: bool) -> None:  # noqa: FBT001
+    def signals_change(self, known: bool, told: bool, idle: bool, hold: bool) -> None:
         fleet = self.fleet
         fleet.known, fleet.told, fleet.idle, fleet.hold = known, told, idle, hold
         fleet.run(3)

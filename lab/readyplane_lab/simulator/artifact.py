@@ -7,9 +7,11 @@ workers exchange no KV with those of the revision before.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from readyplane.core.errors import NotFound
 from readyplane.core.identity import ArtifactKind, Canary, FileEntry, Manifest, TensorEntry
+from readyplane.core.profile import ClassProfile
 from readyplane.ports import FetchPlan
 
 
@@ -23,13 +25,22 @@ class Artifacts:
     def __init__(self, model: str) -> None:
         self._model = model
         self._known: dict[str, Manifest] = {}
+        self._slowness: dict[str, float] = {}
         self.newest = self.publish()
 
-    def publish(self) -> Manifest:
-        """Another revision, from now on the newest."""
+    def publish(self, slowness: float = 1.0) -> Manifest:
+        """Another revision, from now on the newest, whose engines take that many times longer."""
         self.newest = one_tensor_manifest(self._model, len(self._known))
         self._known[self.newest.digest] = self.newest
+        self._slowness[self.newest.digest] = slowness
         return self.newest
+
+    def run_by(self, profile: ClassProfile, digest: str) -> ClassProfile:
+        """What a worker of that class does when it serves that revision."""
+        slowness = self._slowness.get(digest, 1.0)
+        if slowness == 1.0:
+            return profile
+        return replace(profile, slow_factor=profile.slow_factor * slowness)
 
     def of(self, digest: str) -> Manifest:
         """By digest.

@@ -7,6 +7,7 @@ worker is hit, it is the one of its role that has served longest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from readyplane.core.worker import Role
 
@@ -116,6 +117,21 @@ class SignalOutlier:
 
 
 @dataclass(frozen=True, slots=True)
+class SignalsDistorted:
+    """The router's answers come, and are spoilt for a while.
+
+    Attributes:
+        how: `empty`: without the model. `broken`: with a NaN in the place of one number. `partial`:
+            one number is not there. `dipped`: counters are a hair lower in every other answer.
+            `restarted`: the router begins another life at that moment and counts anew.
+    """
+
+    at_s: float
+    for_s: float
+    how: Literal["empty", "broken", "partial", "dipped", "restarted"]
+
+
+@dataclass(frozen=True, slots=True)
 class ClockStep:
     """The planner's wall clock jumps."""
 
@@ -136,9 +152,13 @@ class NewArtifact:
     """No fault but a roll-out: another revision is published, which new workers are to serve.
 
     Its KV fits none of the revision before, so generations stay apart.
+
+    Attributes:
+        slowness: times that its engines take, over those of the class.
     """
 
     at_s: float
+    slowness: float = 1.0
 
 
 Fault = (
@@ -154,6 +174,7 @@ Fault = (
     | SignalsStale
     | SignalsMissing
     | SignalOutlier
+    | SignalsDistorted
     | ClockStep
     | PlannerRestart
     | NewArtifact

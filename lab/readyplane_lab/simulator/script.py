@@ -78,12 +78,15 @@ class Script:
                 await self._direct(event)
             case faults.SignalsStale() | faults.SignalsMissing() | faults.SignalOutlier():
                 self._blur(event)
+            case faults.SignalsDistorted(for_s=for_s, how=how):
+                until_s = self._stage.clock.monotonic_s() + for_s
+                self._stage.telemetry.distort(how, until_s=until_s)
             case faults.ClockStep(by_s=by_s):
                 self._stage.wall.offset_s += by_s
             case faults.PlannerRestart(for_s=for_s):
                 await self._stage.restart(for_s)
-            case faults.NewArtifact():
-                self._stage.artifacts.publish()
+            case faults.NewArtifact(slowness=slowness):
+                self._stage.artifacts.publish(slowness)
             case faults.SourceDies():
                 self._stage.sources.next_dies()
             case faults.SourceLies():

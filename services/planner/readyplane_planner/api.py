@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, FastAPI, Header, Query, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.staticfiles import StaticFiles
 
 from readyplane.core.errors import InvalidField
@@ -50,12 +50,31 @@ class PauseBody(BaseModel):
     reason: str = ""
 
 
+class RolloutBody(BaseModel):
+    """What a person asks of a roll-out; `id` makes it idempotent."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "example": {"id": "r-17", "action": "go", "to": "demo:next", "by": "ann"}
+        },
+    )
+
+    id: str = Field(min_length=1, max_length=64)
+    action: str
+    to: str = ""
+    surge: int = 0
+    by: str = ""
+
+
 def routes(service: PlannerService, stopping: asyncio.Event | None = None) -> APIRouter:
     """The routes; `stopping` ends the endless ones."""
     router = APIRouter(prefix="/v1", tags=["planner"])
     _add_state(router, service, stopping or asyncio.Event())
     _add_decisions(router, service)
     _add_policy(router, service)
+    _add_rollout(router, service)
     return router
 
 
@@ -193,6 +212,21 @@ def _add_policy(router: APIRouter, service: PlannerService) -> None:
         """Hold all targets where they are, or let go again."""
         paused = await service.set_paused(body.paused, model=model, reason=body.reason)
         return _json({"paused": paused})
+
+
+def _add_rollout(router: APIRouter, service: PlannerService) -> None:
+    @router.get("/rollout")
+    async def rollout(model: str = "") -> Response:
+        """Where the roll-out is: phase, generations, workers of each, what they attain."""
+        return _json(await service.upgrades.show(model))
+
+    @router.post("/rollout")
+    async def ask_rollout(body: RolloutBody, model: str = "") -> Response:
+        """Begin a roll-out (`go`), or pause, resume or undo the one under way."""
+        shown = await service.upgrades.ask(
+            body.action, asked_id=body.id, to=body.to, surge=body.surge, by=body.by, model=model
+        )
+        return _json(shown)
 
 
 def _expected(given: int, if_match: str) -> int:

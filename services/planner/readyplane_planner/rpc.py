@@ -110,6 +110,27 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         )
         return pb.SetPausedResponse(paused=paused)
 
+    async def GetRollout(
+        self, request: pb.GetRolloutRequest, context: Context
+    ) -> pb.GetRolloutResponse:
+        shown = await self._service.upgrades.show(request.model)
+        return pb.GetRolloutResponse(rollout_json=dumps(shown))
+
+    async def AskRollout(
+        self, request: pb.AskRolloutRequest, context: Context
+    ) -> pb.AskRolloutResponse:
+        if not request.request_id:
+            raise InvalidField("request_id", "", "give each wish an id of its own")
+        shown = await self._service.upgrades.ask(
+            request.action,
+            asked_id=request.request_id,
+            to=request.to,
+            surge=request.surge,
+            by=request.by,
+            model=request.model,
+        )
+        return pb.AskRolloutResponse(rollout_json=dumps(shown))
+
 
 def page_of(token: str) -> int:
     """The sequence of a page token; an empty one is the beginning."""

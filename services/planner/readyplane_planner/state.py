@@ -95,6 +95,7 @@ def state_document(
         "workers": _workers(workers, seen.observation, decision),
         "decisions": list(decisions),
         "forecast": {name: _forecast(decision.pool(name)) for name in POOLS},
+        "rollout": _rollout(decision),
     }
 
 
@@ -185,6 +186,31 @@ def _forecast(pool: PoolDecision) -> dict[str, Any]:
         "coverage": made.coverage,
         "judged": made.judged,
         "pinball": made.pinball,
+    }
+
+
+def _rollout(decision: Decision) -> dict[str, Any]:
+    """Where the roll-out is; `serves` is the generation of new workers."""
+    told, now_s = decision.rollout, decision.at_s
+
+    def ago_s(then_s: float | None) -> float | None:
+        return None if then_s is None else max(0.0, now_s - then_s)
+
+    return {
+        "phase": str(told.phase),
+        "reason": told.reason,
+        "by": told.by,
+        "serves": {"digest": told.serves.digest, "generation": told.serves.number},
+        "to": {"digest": told.to.digest, "generation": told.to.number},
+        "from": {"digest": told.before.digest, "generation": told.before.number},
+        "new": dict(zip(POOLS, told.new, strict=True)),
+        "old": dict(zip(POOLS, told.old, strict=True)),
+        "leaving": told.leaving,
+        "attained_new": told.attained_new,
+        "attained_old": told.attained_old,
+        "samples": told.samples,
+        "begun_ago_s": ago_s(told.begun_s),
+        "phase_ago_s": ago_s(told.since_s),
     }
 
 

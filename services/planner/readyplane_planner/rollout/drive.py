@@ -91,7 +91,7 @@ def advance(
     if facts.hold or not generation.digest:
         first = generation if generation.digest else Generation(facts.wanted, 1)
         step = Step(first, state.goal, owns=state.phase not in RESTING)
-        return Turn(step, state, generation, _told(state, None, sides, state.phase))
+        return Turn(step, state, generation, _told(state, None, sides, state.phase, first))
     seen = _Seen(sides, facts, rules, generation, promised, now_s)
     left = state.phase
     state, finding = _watched(_counted_on(state, seen), seen)
@@ -105,7 +105,7 @@ def advance(
         generation = state.goal if state.goal.digest else generation
     else:
         generation = step.grow
-    return Turn(step, state, generation, _told(state, finding, sides, left))
+    return Turn(step, state, generation, _told(state, finding, sides, left, generation))
 
 
 def _established(generation: Generation, sides: Sides, wanted: str) -> Generation:
@@ -371,6 +371,10 @@ def _step(state: Rollout, seen: _Seen, finding: Finding | None) -> Step:
     else:
         if phase is Phase.SURGING:
             grow = _proven(state, seen)
+            if seen.facts.known:
+                retire = moves.shed(
+                    seen.sides, grow.digest, surge=rules.surge, unproved=goal.digest
+                )
         if seen.facts.orders:
             surge = moves.starts(
                 seen.sides,
@@ -428,7 +432,9 @@ def _lines(state: Rollout, seen: _Seen, finding: Finding | None) -> Iterator[str
         yield "the budget has no room for a surge worker: policy.budget_gpus"
 
 
-def _told(state: Rollout, finding: Finding | None, sides: Sides, left: Phase) -> Told:
+def _told(
+    state: Rollout, finding: Finding | None, sides: Sides, left: Phase, serves: Generation
+) -> Told:
     goal = state.goal.digest
     new = moves.serving(sides, goal).get(goal, [0, 0])
     p, d = moves.others(sides, goal)
@@ -437,6 +443,7 @@ def _told(state: Rollout, finding: Finding | None, sides: Sides, left: Phase) ->
         turned=state.phase is not left,
         to=state.to,
         before=state.before,
+        serves=serves,
         reason=state.reason,
         by=state.by,
         begun_s=state.begun_s,

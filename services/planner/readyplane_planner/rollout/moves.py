@@ -114,40 +114,45 @@ def retire(sides: Sides, goal: str) -> Ids:
     old = others(sides, goal)
     for place in (0, 1):
         gone[place].extend(m.worker_id for m in old[place] if m.stage is Stage.ALONE)
-    left = tuple([m for m in old[place] if _serves(m, goal)] for place in (0, 1))
-    _surplus(sides, goal, left, [s.step_down for s in sides], gone)
+    left = tuple(
+        sorted(
+            (m for m in members if _serves(m, goal)),
+            key=lambda m: (m.active, m.number, m.worker_id),
+        )
+        for members in old
+    )
+    _surplus(sides, left, [s.step_down for s in sides], gone, serving(sides, goal))
     return tuple(gone[0]), tuple(gone[1])
 
 
-def shed(sides: Sides, keep: str, *, surge: int) -> Ids:
+def shed(sides: Sides, keep: str, *, surge: int, unproved: str = "") -> Ids:
     """Whom a smaller target lets go while generations stand side by side; `keep` goes last.
 
-    What the surge put beside the others stays: it is gone soon enough once somebody resumes.
+    What the surge put beside the others stays: it is gone soon enough once it goes on. Nobody of
+    `unproved` goes, and nobody goes because of what it serves.
     """
     gone: tuple[list[str], list[str]] = ([], [])
     left = tuple(
-        sorted((m for m in s.members if _serves(m, keep)), key=lambda m: m.digest == keep)
+        sorted(
+            (m for m in s.members if _serves(m, keep) and m.digest != unproved),
+            key=lambda m: (m.digest == keep, m.active, m.number, m.worker_id),
+        )
         for s in sides
     )
     most = [max(s.shrink, min(s.step_down, len(s.members) - s.target - surge)) for s in sides]
-    _surplus(sides, keep, (left[0], left[1]), most, gone, sort=False)
+    counts = {d: count for d, count in serving(sides, keep).items() if d != unproved}
+    _surplus(sides, (left[0], left[1]), most, gone, counts)
     return tuple(gone[0]), tuple(gone[1])
 
 
 def _surplus(
     sides: Sides,
-    goal: str,
     left: tuple[list[Member], ...],
     most: list[int],
     gone: tuple[list[str], list[str]],
-    *,
-    sort: bool = True,
+    counts: Counts,
 ) -> None:
     """Move members from `left` to `gone` while enough is served without them."""
-    counts = serving(sides, goal)
-    if sort:
-        for members in left:
-            members.sort(key=lambda m: (m.active, m.number, m.worker_id))
     progress = True
     while progress:
         progress = False

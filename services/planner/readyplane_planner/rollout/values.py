@@ -243,7 +243,7 @@ class Told:
     """A roll-out as a decision tells of it; pairs are (prefill, decode) workers.
 
     Attributes:
-        turned: it entered this phase with this decision. new: serving long enough. old: of other
+        turned: it entered this phase with this decision. serves: what new workers are of. new: serving long enough. old: of other
             generations, leaving: those of them who drain. attained_*: shares of requests, None
             when too few ended. samples: that ended on the new generation.
     """
@@ -252,6 +252,7 @@ class Told:
     turned: bool = False
     to: Generation = Generation()
     before: Generation = Generation()
+    serves: Generation = Generation()
     reason: str = ""
     by: str = ""
     begun_s: float | None = None

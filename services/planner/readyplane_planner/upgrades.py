@@ -1,0 +1,198 @@
+"""What a person sees of a roll-out and may ask of it: go, pause, resume, undo.
+
+Owns the checks before anything is asked for (does the artifact exist, is it of this model, does it
+fit the pools' classes, is there anything to pause) and writing the wish into the policy, where it
+is versioned and every planner finds it. The roll-out itself is the brain's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from readyplane.core.errors import InvalidField, Refused, Unavailable
+from readyplane.core.identity import ArtifactKind, Manifest
+from readyplane.core.profile import ClassProfile
+from readyplane.kit.clock import Clock
+
+log = logging.getLogger(__name__)
+
+ACTIONS = ("go", "pause", "resume", "undo")
+SURGE_MAX = 8
+MEANS = {
+    "pause": ({"surging", "moving", "verifying", "rolling_back"}, "nothing is being rolled out"),
+    "resume": ({"paused", "failed"}, "no roll-out is paused"),
+    "undo": (
+        {"surging", "moving", "verifying", "done", "paused", "failed"},
+        "there is nothing to go back to",
+    ),
+}
+"""Phases in which a wish means something, and what to say in any other."""
+
+
+class Resolves(Protocol):
+    """The part of the registry that is asked."""
+
+    async def resolve(
+        self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
+    ) -> Manifest:
+        """By digest, tag or model name. Raises NotFound."""
+        ...
+
+
+class Planned(Protocol):
+    """The part of the planner's service that is asked."""
+
+    async def state(self, model: str = "") -> dict[str, Any]:
+        """The state document."""
+        ...
+
+    async def get_policy(self, model: str = "") -> tuple[dict[str, Any], int]:
+        """Policy and version."""
+        ...
+
+    async def set_policy(
+        self,
+        policy: Mapping[str, Any],
+        *,
+        model: str = "",
+        merge: bool = False,
+        expected_version: int = 0,
+    ) -> tuple[dict[str, Any], int]:
+        """Compare-and-set."""
+        ...
+
+
+class Upgrades:
+    """Args:
+    planned: whose policy and state. registry: None where the policy names a digest.
+    profiles: of both pools, as they are now. leading: whether this planner may act.
+    """
+
+    def __init__(
+        self,
+        planned: Planned,
+        registry: Resolves | None,
+        *,
+        profiles: Callable[[], tuple[ClassProfile, ClassProfile]],
+        leading: Callable[[], bool],
+        clock: Clock,
+    ) -> None:
+        self._planned = planned
+        self._registry = registry
+        self._profiles = profiles
+        self._leading = leading
+        self._clock = clock
+
+    async def show(self, model: str = "") -> dict[str, Any]:
+        """Where the roll-out is, what the policy says of it and what was asked last."""
+        policy, version = await self._planned.get_policy(model)
+        state = await self._planned.state(model)
+        return {
+            **state["rollout"],
+            "model": policy["model"],
+            "manifest": policy["manifest"],
+            "policy": policy["rollout"],
+            "policy_version": version,
+            "paused": policy["paused"],
+            "degraded": state["degraded"],
+        }
+
+    async def ask(
+        self,
+        action: str,
+        *,
+        asked_id: str,
+        to: str = "",
+        surge: int = 0,
+        by: str = "",
+        model: str = "",
+    ) -> dict[str, Any]:
+        """Ask for something once; repeated with the same id it changes nothing more.
+
+        Raises:
+            InvalidField: no such action, or fields that do not go with it. NotFound: no such
+            artifact. Refused: it does not fit, or there is nothing to do that to. Unavailable:
+            another planner leads, or the registry cannot be asked.
+        """
+        _check_fields(action, to, surge)
+        shown = await self.show(model)
+        last = shown["policy"]["asked"]
+        if last is not None and last["id"] == asked_id:
+            return shown
+        if not self._leading():
+            raise Unavailable(
+                f"this planner stands by ({shown['degraded']})", "ask the one that leads"
+            )
+        changes: dict[str, Any] = {
+            "rollout": {
+                "asked": {
+                    "id": asked_id,
+                    "action": action,
+                    "by": by[:200],
+                    "at_s": self._clock.wall_s(),
+                }
+            }
+        }
+        if action == "go":
+            digest = await self._fitting(to, shown["model"])
+            if shown["serves"]["digest"] == digest and shown["phase"] in {"idle", "done"}:
+                raise Refused(f"roll-out to {to}", [f"{digest} serves already"], "name another")
+            changes["manifest"] = to
+            if surge:
+                changes["rollout"]["surge"] = surge
+        else:
+            phases, why = MEANS[action]
+            known = action != "undo" or shown["from"]["digest"]
+            if shown["phase"] not in phases or not known:
+                raise Refused(f"{action} of the roll-out", [f"{why}: it is {shown['phase']}"])
+        await self._planned.set_policy(
+            changes, model=model, merge=True, expected_version=shown["policy_version"]
+        )
+        log.info("roll-out: %s", action, extra={"by": by, "to": to, "asked_id": asked_id})
+        return await self.show(model)
+
+    async def _fitting(self, reference: str, model: str) -> str:
+        """The digest, after checking that the pools can serve it."""
+        if self._registry is None:
+            raise Unavailable("this planner knows no registry", "start it with --registry")
+        try:
+            manifest = await self._registry.resolve(reference)
+        except (OSError, TimeoutError) as error:
+            raise Unavailable(f"the registry does not answer ({error})", "try again") from error
+        unfit = list(_unfit(manifest, model, self._profiles()))
+        if unfit:
+            raise Refused(f"roll-out to {reference}", unfit, "name an artifact that fits the pools")
+        return manifest.digest
+
+
+def _check_fields(action: str, to: str, surge: int) -> None:
+    if action not in ACTIONS:
+        raise InvalidField("action", action, f"use {', '.join(ACTIONS)}")
+    if (action == "go") != bool(to):
+        remedy = "name a digest, tag or model" if action == "go" else "leave it out"
+        raise InvalidField("to", to, remedy)
+    if not 0 <= surge <= SURGE_MAX:
+        raise InvalidField("surge", surge, f"use 1 to {SURGE_MAX}, 0 for the policy's")
+    if surge and action != "go":
+        raise InvalidField("surge", surge, "give it with go")
+
+
+def _unfit(
+    manifest: Manifest, model: str, profiles: tuple[ClassProfile, ClassProfile]
+) -> list[str]:
+    """Why the pools cannot serve an artifact; empty when they can."""
+    found = []
+    if manifest.kind is not ArtifactKind.WEIGHTS:
+        found.append(f"kind: it is {manifest.kind}, weights are served")
+    if manifest.model != model:
+        found.append(f"model: it is of {manifest.model}, this planner plans {model}")
+    placed = manifest.tp * manifest.pp
+    for pool, profile in zip(("prefill", "decode"), profiles, strict=True):
+        if placed > profile.gpus:
+            found.append(
+                f"{pool}: placed for {placed} GPUs (tp {manifest.tp}, pp {manifest.pp}), a worker of "
+                f"{profile.worker_class} has {profile.gpus}"
+            )
+    return found
