@@ -192,7 +192,7 @@ class World:
         if order.worker_class not in self.classes:
             remedy = f"name its profile in WorldOptions.classes; known: {', '.join(self.classes)}"
             raise NotFound("worker class", order.worker_class, remedy)
-        profile = self.classes[order.worker_class]
+        profile = self.artifacts.run_by(self.classes[order.worker_class], order.manifest_digest)
         takes_both = order.convertible_tpot_s > 0
         # Only such starts count among those of their pool: they are what all policies have.
         plain = how in (Begin.COLD, Begin.FIRST)

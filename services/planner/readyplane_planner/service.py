@@ -51,6 +51,7 @@ from readyplane_planner.state import History, Seen, state_document, state_pools
 from readyplane_planner.takeover import Succession
 from readyplane_planner.thinking import think
 from readyplane_planner.whatif import applied, compared, read_changes
+from readyplane_planner.upgrades import Upgrades
 from readyplane_planner.worktime import WorkerSeconds
 
 log = logging.getLogger(__name__)
@@ -160,6 +161,13 @@ class PlannerService:
         self._lead_error = ""
         self._degraded = ""
         self._begun = False
+        self.upgrades = Upgrades(
+            self,
+            registry,
+            profiles=lambda: self._profiles,
+            leading=lambda: leadership.leading,
+            clock=clock,
+        )
 
     # ------------------------------------------------------------------ loop
 
