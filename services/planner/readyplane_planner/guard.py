@@ -56,6 +56,7 @@ class Limits:
 class Counts:
     """A pool as it is: ready, on their way in time, draining, lost on the way; workers.
 
+    `standby`: proved or loading, not to serve before they are activated: they occupy GPUs only.
     `backlog` is True while more waits than the target leaves room for (B23); `breach` while the
     ready workers alone miss the target beyond the band at the expected demand.
     """
@@ -66,6 +67,7 @@ class Counts:
     expired: int = 0
     backlog: bool = False
     breach: bool = False
+    standby: int = 0
 
     @property
     def live(self) -> int:
@@ -74,8 +76,8 @@ class Counts:
 
     @property
     def held(self) -> int:
-        """Workers that occupy GPUs, the draining and the overdue ones too."""
-        return self.ready + self.pending + self.draining + self.expired
+        """Workers that occupy GPUs, the draining, the overdue and the standbys too."""
+        return self.ready + self.pending + self.draining + self.expired + self.standby
 
 
 @dataclass(frozen=True, slots=True)

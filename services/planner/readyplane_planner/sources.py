@@ -226,6 +226,7 @@ def allocations(
             exited_ago_s=i.exited_ago_s,
             exit_code=i.exit_code,
             reason=i.reason,
+            standby=i.order.standby,
         )
         for i in instances
         if i.state not in ENDED or i.order.worker_id in awaited

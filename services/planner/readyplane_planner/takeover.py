@@ -19,8 +19,17 @@ from readyplane.core.errors import ReadyplaneError
 from readyplane.kit.clock import Clock
 from readyplane_planner import guard, guard_drift, rollout
 from readyplane_planner.actuators import Hand
-from readyplane_planner.decide import Decision, Drain, Memory, Release, StartOrder, ownership
-from readyplane_planner.journal import Journal, Outcome, Record, replayed
+from readyplane_planner.decide import (
+    Decision,
+    Drain,
+    Memory,
+    OpenOrder,
+    Release,
+    StartOrder,
+    fast,
+    ownership,
+)
+from readyplane_planner.journal import Journal, Outcome, Record, decode_inputs, replayed
 
 log = logging.getLogger(__name__)
 
@@ -256,3 +265,4 @@ def _told(left: Unfinished, wall_s: float) -> list[Outcome]:
     asked: tuple[StartOrder | Drain | Release, ...] = (*left.orders, *left.drains, *left.releases)
     subjects = [x.worker_id for x in asked]
     return [Outcome(left.decision_id, subject, "lost", wall_s, note) for subject in subjects]
+        changing=fast.moved(memory.changing, by_s),

@@ -237,10 +237,6 @@ class _View:
         """Whether it is on its way to the other stage."""
         return self.told(worker_id, fast.FLIP) is not None
 
-    def turned(self, worker_id: str) -> bool:
-        """Whether it has served before and starts anew: its allocation's age tells of its first start."""
-        return self.flips(worker_id) or worker_id in self.served
-
     def bound_of(self, name: str, member: WorkerView | Allocation) -> float:
         """Seconds after which a start is overdue."""
         key = start_key(name, member.worker_class, member.mode)
@@ -295,7 +291,7 @@ def _starting(
     age_s = 0.0
     if order is not None:
         age_s = view.now_s - order.ordered_s
-    if allocation is not None and not view.turned(worker.worker_id):
+    if allocation is not None and not view.flips(worker.worker_id):
         age_s = allocation.allocated_ago_s
     coming = Coming(
         worker.worker_id,

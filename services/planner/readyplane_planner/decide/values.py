@@ -153,6 +153,23 @@ class OpenOrder:
     mode: str = ""
     digest: str = ""
     number: int = 0
+    standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Changing:
+    """A worker that was told to become what it is not yet.
+
+    Attributes:
+        kind: `activate` or `flip`. to: the pool whose capacity it will be.
+        since_s: planner's clock. deadline_s: of the activation, or of the flip's drain.
+    """
+
+    worker_id: str
+    kind: str
+    to: str
+    since_s: float
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +232,7 @@ class Memory:
         late_since_s: since when the wait before prefill alone misses TTFT.
         fallbacks: how often the optimiser failed, failing: in a row. blind: looks in a row without
         knowing. bases: what the windows rest on. drift, owned_p, owned_d: see guard_drift, ownership.
-        overrides: guard rules that changed a target.
+        overrides: guard rules that changed a target. changing: told to serve, or to change the stage.
     """
 
     work_p: Series = field(default_factory=Series)
@@ -245,6 +262,7 @@ class Memory:
     owned_p: Owned = Owned()
     owned_d: Owned = Owned()
     lives: tuple[tuple[str, float], ...] = ()
+    changing: tuple[Changing, ...] = ()
 
     def guard(self, pool: str) -> PoolMemory:
         """The guard's memory of a pool."""
@@ -258,6 +276,7 @@ class StartOrder:
     Attributes:
         nodes: where it would serve soonest, the best first; empty for no preference.
         why: why this class, mode and node; empty where there was no choice.
+        standby: loaded and proved, then waiting until it is activated.
     """
 
     worker_id: str
@@ -269,6 +288,30 @@ class StartOrder:
     convertible_tpot_s: float = 0.0
     nodes: tuple[str, ...] = ()
     why: str = ""
+    standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """One standby that is to serve; told for `deadline_s` and no longer."""
+
+    worker_id: str
+    pool: str
+    epoch: int
+    deadline_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """One ready worker of `pool` that is to serve `to`, once it has drained (`deadline_s`)."""
+
+    worker_id: str
+    pool: str
+    to: str
+    epoch: int
+    deadline_s: float
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +405,7 @@ class Decision:
         expected: of each pool that changes, what capacity comes when and what load follows.
         placements: artifacts that should lie where the next workers are expected to start.
         rollout: where the roll-out is.
+        activations, flips: workers told to serve at last, and to serve the other stage.
     """
 
     decision_id: str
@@ -385,12 +429,16 @@ class Decision:
     expected: tuple[Expected, ...] = ()
     placements: tuple[Placement, ...] = ()
     rollout: Told = field(default_factory=Told)
+    activations: tuple[Activation, ...] = ()
+    flips: tuple[Flip, ...] = ()
 
     @property
     def changed(self) -> bool:
         """Whether it moved a target, turned a roll-out or asks for anything."""
         moved = any(p.before != p.target for p in (self.prefill, self.decode))
-        return moved or self.rollout.turned or bool(self.orders or self.drains or self.releases)
+        told = self.activations or self.flips
+        asked = self.orders or self.drains or self.releases or told
+        return moved or self.rollout.turned or bool(asked)
 
     def pool(self, name: str) -> PoolDecision:
         """By pool name."""

@@ -134,6 +134,10 @@ def _view(
         failure=worker.progress.failure if worker.progress is not None else "",
         unpairable=unpairable,
         convertible=offer.convertible,
+        standby=offer.standby,
+        standby_age_s=_standby_age_s(worker, router_now_s),
+        told=worker.told,
+        flips=worker.serving is not None and worker.serving.flips,
         missing=_missing(worker, load, told, usage),
     )
 
@@ -165,6 +169,14 @@ def _missing(
 
 
 _NOTHING = EngineLoad()
+
+
+def _standby_age_s(worker: Worker, router_now_s: float) -> float | None:
+    if worker.state is not WorkerState.STANDBY or worker.provisioned_s is None:
+        return None
+    return max(0.0, router_now_s - worker.provisioned_s)
+
+
 Pace = tuple[float | None, float | None, float | None, float | None]
 """prefill_rate, dry_rate, iteration_s and decode_rate of a WorkerView."""
 

@@ -126,6 +126,7 @@ class Allocation:
     exited_ago_s: float | None = None
     exit_code: int | None = None
     reason: str = ""
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,9 @@ class WorkerView:
         unpairable: why no ready worker of the other stage can exchange KV with it; empty when one
             can, or when there is none to judge by.
         convertible: a decode worker (its role here) that is lent to prefill in short chunks.
+        standby: ordered to wait until it is activated. standby_age_s: since its lease, while it does.
+        told: activate or flip, while it has been told and has not done it. flips: its engine can
+            serve the other stage without a new start.
         missing: what neither it nor its engine tells, of what its stage is judged by (B19).
     """
 
@@ -200,6 +204,10 @@ class WorkerView:
     failure: str = ""
     unpairable: str = ""
     convertible: bool = False
+    standby: bool = False
+    standby_age_s: float | None = None
+    told: str = ""
+    flips: bool = False
     missing: tuple[str, ...] = ()
 
 

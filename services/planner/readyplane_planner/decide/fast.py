@@ -1,0 +1,159 @@
+"""Actions with short lead times: standbys that are told to serve, workers that change their stage.
+
+Owns the memory of what was told until it is done, refused or over, how such a worker counts
+meanwhile, and who is chosen. It says neither when nor how many: that is the brain's, which puts what
+these give into its Decision, and `noted` into its Memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from readyplane.core.startup import StartQuantiles
+from readyplane.core.worker import WorkerState
+from readyplane_planner.decide.values import (
+    ROLE_OF,
+    Activation,
+    Changing,
+    Flip,
+    Memory,
+    Plan,
+)
+from readyplane_planner.signals import Observation, WorkerView
+
+ACTIVATE, FLIP = "activate", "flip"
+ACTIVATE_S_MAX = 30.0
+"""An activation is told for so long; one that takes longer would be slower than a start."""
+UNSEEN_S_MAX = 15.0
+PRIORS = {
+    # Measured in the local stack, modelled engines: renewal, canary and gate; for a flip the
+    # renewal, a short drain, the whole canary and the gate.
+    ACTIVATE: StartQuantiles(0.6, 1.5, 5.0, 0, 0.0),
+    FLIP: StartQuantiles(2.5, 10.0, 30.0, 0, 0.0),
+}
+OTHER = {"prefill": "decode", "decode": "prefill"}
+
+
+def activations(standby: Iterable[WorkerView], count: int, pool: str) -> tuple[Activation, ...]:
+    """At most `count` standbys to be told to serve: of the newest generation the oldest first."""
+    ranked = sorted(standby, key=lambda w: (-w.generation, -(w.standby_age_s or 0.0), w.worker_id))
+    return tuple(
+        Activation(w.worker_id, pool, w.epoch, ACTIVATE_S_MAX, "a standby serves at once")
+        for w in ranked[: max(0, count)]
+    )
+
+
+def flips(ready: Iterable[WorkerView], count: int, pool: str, plan: Plan) -> tuple[Flip, ...]:
+    """At most `count` ready workers to serve the other stage: who holds the least goes first.
+
+    Only who can, is not attached and has served for `min_ready_s`.
+    """
+    able = [
+        w
+        for w in ready
+        if w.flips
+        and not (w.attached or w.convertible or w.told)
+        and (w.ready_age_s or 0.0) >= plan.min_ready_s
+    ]
+    ranked = sorted(
+        able, key=lambda w: (w.active, w.promised_prefill_tokens, -w.epoch, w.worker_id)
+    )
+    return tuple(
+        Flip(
+            w.worker_id,
+            pool,
+            OTHER[pool],
+            w.epoch,
+            plan.drain_deadline_s,
+            f"holds {w.active} sequences and {w.promised_prefill_tokens} promised tokens",
+        )
+        for w in ranked[: max(0, count)]
+    )
+
+
+def noted(
+    memory: Memory, told: Iterable[Activation], turned: Iterable[Flip], *, now_s: float
+) -> Memory:
+    """The memory with what a decision tells; the same worker is told one thing at a time."""
+    changing = {c.worker_id: c for c in memory.changing}
+    for one in told:
+        changing.setdefault(
+            one.worker_id, Changing(one.worker_id, ACTIVATE, one.pool, now_s, one.deadline_s)
+        )
+    for other in turned:
+        changing.setdefault(
+            other.worker_id, Changing(other.worker_id, FLIP, other.to, now_s, other.deadline_s)
+        )
+    kept = tuple(changing[name] for name in sorted(changing))
+    return memory if kept == memory.changing else replace(memory, changing=kept)
+
+
+def settled(observation: Observation, memory: Memory) -> Memory:
+    """The memory without what is done, was refused, or is over; times are the planner's.
+
+    A worker that cannot be seen may be between its two leases: it is waited for a while.
+    """
+    if not memory.changing:
+        return memory
+    workers = {w.worker_id: w for w in observation.workers}
+    refused = {r.worker_id for r in observation.refused}
+    ended = {a.worker_id for a in observation.allocations if a.state in {"exited", "failed"}}
+    now_s = observation.taken_s
+
+    def open_still(told: Changing) -> bool:
+        worker = workers.get(told.worker_id)
+        age_s = now_s - told.since_s
+        if told.worker_id in refused or told.worker_id in ended:
+            return False
+        if worker is None:
+            return not observation.fleet_known or age_s <= told.deadline_s + UNSEEN_S_MAX
+        if worker.state is WorkerState.READY and worker.role.serves(ROLE_OF[told.to]):
+            return False
+        return age_s <= told.deadline_s + UNSEEN_S_MAX
+
+    kept = tuple(c for c in memory.changing if open_still(c))
+    return memory if kept == memory.changing else replace(memory, changing=kept)
+
+
+def changes(observation: Observation, memory: Memory) -> dict[str, Changing]:
+    """By worker: what it is told and has not done, by our memory, or by the router's word alone.
+
+    A planner that has just begun learns of flips and activations from the router.
+    """
+    found = {c.worker_id: c for c in memory.changing}
+    for worker in observation.workers:
+        if not worker.told or worker.worker_id in found:
+            continue
+        name = "prefill" if worker.role is ROLE_OF["prefill"] else "decode"
+        to = OTHER[name] if worker.told == FLIP else name
+        found[worker.worker_id] = Changing(
+            worker.worker_id, worker.told, to, observation.taken_s, ACTIVATE_S_MAX
+        )
+    return found
+
+
+def untold(observation: Observation, memory: Memory) -> tuple[list[Activation], list[Flip]]:
+    """What the router does not show although it was told: the call was lost, it is made again."""
+    workers = {w.worker_id: w for w in observation.workers}
+    told: list[Activation] = []
+    turned: list[Flip] = []
+    for change in memory.changing:
+        worker = workers.get(change.worker_id)
+        if worker is None or worker.told:
+            continue
+        left_s = change.deadline_s - (observation.taken_s - change.since_s)
+        if left_s <= 0:
+            continue
+        if change.kind == ACTIVATE and worker.state is WorkerState.STANDBY:
+            told.append(Activation(worker.worker_id, change.to, 0, left_s, "told again"))
+        elif change.kind == FLIP and worker.state is WorkerState.READY:
+            turned.append(
+                Flip(worker.worker_id, OTHER[change.to], change.to, 0, left_s, "told again")
+            )
+    return told, turned
+
+
+def moved(changing: tuple[Changing, ...], by_s: float) -> tuple[Changing, ...]:
+    """The same memory on a clock that is ahead by that."""
+    return tuple(replace(c, since_s=c.since_s + by_s) for c in changing)
