@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.startup import StartQuantiles
-from readyplane_planner.decide import mixing, rolling, victims
+from readyplane_planner.decide import mixing, placing, rolling, victims
 from readyplane_planner.decide.mixing import Choice, Pick
 from readyplane_planner.decide.pools import Pool, arrives_soon
 from readyplane_planner.decide.values import (
@@ -78,8 +78,10 @@ def act(
             grow = 0
         picks = _affordable(acted, pools, chosen[place].picks(grow), pool.name, plan, reasons)
         grow = len(picks)
+        picks = placing.placed(picks, observation, plan, pool.name)
         _order(acted, pool.name, picks, step.grow, plan, decision_id, reasons, now_s=now_s)
         surge = chosen[place].picks(step.surge[place])
+        surge = placing.placed(surge, observation, plan, pool.name)
         _surge(acted, pool, surge, step, plan, reasons, decision_id, now_s=now_s)
         acted.releases.extend(
             Release(worker_id, pool.name, "its generation is rolled back")
@@ -149,7 +151,11 @@ def _order(
             generation=max(1, generation.number),
             mode=pick.mode,
             convertible_tpot_s=plan.pool(name).convertible_tpot_s,
+            nodes=pick.nodes,
+            why="; ".join(why for why in (pick.why, pick.way) if why),
         )
+        if pick.way:
+            reasons.append(Reason("node", f"{worker_id} would serve on {pick.way}", name))
         acted.orders.append(start)
         order = OpenOrder(
             worker_id,

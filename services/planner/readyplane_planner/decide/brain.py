@@ -15,6 +15,7 @@ from readyplane_planner.decide import (
     late,
     mixing,
     outlook,
+    placing,
     reasons,
     rebase,
     stances,
@@ -41,6 +42,8 @@ from readyplane_planner.optimise.check import checked
 from readyplane_planner.signals import Kind, Observation
 
 UNPAIRABLE_SAID_MAX = 5
+NEXT = 2
+"""Starts of each pool that are looked ahead to when artifacts are placed."""
 SILENT_SAID_MAX = 8
 FAILING_MAX = 10
 """So many times in a row a foreign optimiser may fail before the planner's own takes its place."""
@@ -132,6 +135,11 @@ def decide(
         candidates=() if proposal is None else proposal.candidates,
         binding=effect.binding(explained),
         expected=effect.expected(observation, plan, model, pools, seen, acted),
+        placements=placing.placements(
+            observation,
+            plan,
+            [(n, c.more.worker_class, NEXT) for n, c in zip(POOLS, choices, strict=True)],
+        ),
     )
     return decision, memory
 

@@ -49,11 +49,13 @@ cheaper for a small remainder, but a pool that fills every remainder so ends as 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """What one start is to be, and why."""
+    """What one start is to be, and why; where it would serve soonest, and why there."""
 
     worker_class: str
     mode: str
     why: str = ""
+    nodes: tuple[str, ...] = ()
+    way: str = ""
 
 
 @dataclass(frozen=True, slots=True)
