@@ -20,6 +20,7 @@ from readyplane_lab.cli import (
     profile,
     prove,
     replay,
+    rollout,
     route,
     trace,
     up,
@@ -98,4 +99,5 @@ app.command("prove", epilog=prove.EXAMPLES)(prove.prove)
 _group(artifact.app, "artifact", "Publish, name, show and verify artifacts (models).")
 _group(policy.app, "policy", "Show and change what is wanted of a model's pools.")
 _group(profile.app, "profile", "Measure, import and show what a class of workers can do.")
+app.add_typer(rollout.app, name="rollout")
 _group(trace.app, "trace", "Look into request traces.")

@@ -95,6 +95,7 @@ class Upgrades:
             "manifest": policy["manifest"],
             "policy": policy["rollout"],
             "policy_version": version,
+            "decided_version": state["policy_version"],
             "paused": policy["paused"],
             "degraded": state["degraded"],
         }
