@@ -1,0 +1,51 @@
+"""How much work the coming T_ready will bring, and how sure that is (R5.1).
+
+Pure: a `Series` a pool remembers what it needs, `update` takes in a rate, `predict` hands a
+`Forecast` to capacity, `remember` keeps it until its truth is known. Beside it: quantiles of several
+horizons, growth within a horizon, bursts, and the day's profile for hours ahead.
+"""
+
+from readyplane_planner.forecast.bounds import predict, quantiles
+from readyplane_planner.forecast.experts import trailing
+from readyplane_planner.forecast.rise import growth
+from readyplane_planner.forecast.scaling import scaled
+from readyplane_planner.forecast.seasons import ahead
+from readyplane_planner.forecast.series import broken, remember, update
+from readyplane_planner.forecast.spells import bursts
+from readyplane_planner.forecast.values import (
+    DAY_BINS,
+    EXPERTS,
+    HORIZONS_S,
+    PENDING_MAX,
+    SCORES_MAX,
+    Bursts,
+    Forecast,
+    Knobs,
+    Pending,
+    Series,
+    Track,
+)
+
+__all__ = [
+    "DAY_BINS",
+    "EXPERTS",
+    "HORIZONS_S",
+    "PENDING_MAX",
+    "SCORES_MAX",
+    "Bursts",
+    "Forecast",
+    "Knobs",
+    "Pending",
+    "Series",
+    "Track",
+    "ahead",
+    "broken",
+    "bursts",
+    "growth",
+    "predict",
+    "quantiles",
+    "remember",
+    "scaled",
+    "trailing",
+    "update",
+]
