@@ -11,9 +11,10 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from readyplane import profiles
@@ -147,7 +148,7 @@ async def running_stack(
                 workers_max=options.workers_max,
             ),
             clock=clock,
-            profile_of=_profile_of,
+            profile_of=_profiles_of(policy),
         )
         actuator_address = f"127.0.0.1:{free_port()}"
         server = await actuator_rpc.serve(actuator, address=actuator_address, token=token)
@@ -250,10 +251,23 @@ def _policy_flags(options: UpOptions) -> tuple[str, ...]:
     return () if asked else ("--no-policy-again",)
 
 
-def _profile_of(worker_class: str) -> str:
-    if worker_class not in profiles.names():
-        raise NotFound("worker class", worker_class, "use one of " + ", ".join(profiles.names()))
-    return worker_class
+def _profiles_of(policy: Mapping[str, Any]) -> Callable[[str], str]:
+    """The profile of a class: the policy's, which may be a file, else the one of that name."""
+    found = {name: name for name in profiles.names()}
+    for pool in (policy.get("decode"), policy.get("prefill")):
+        if isinstance(pool, Mapping) and pool.get("profile"):
+            profile = str(pool["profile"])
+            is_file = profile.endswith(".json") or "/" in profile
+            found[str(pool.get("worker_class"))] = str(
+                Path(profile).absolute() if is_file else profile
+            )
+
+    def profile_of(worker_class: str) -> str:
+        if worker_class not in found:
+            raise NotFound("worker class", worker_class, "use one of " + ", ".join(found))
+        return found[worker_class]
+
+    return profile_of
 
 
 def _make_model(options: UpOptions, folder: DataFolder) -> DemoModel:
