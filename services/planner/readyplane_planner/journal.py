@@ -376,6 +376,8 @@ def summary_of(decision: Decision) -> str:
         (len(decision.orders), "ordered"),
         (len(decision.drains), "to drain"),
         (len(decision.releases), "released"),
+        (len(decision.activations), "activated"),
+        (len(decision.flips), "to change the stage"),
     ):
         if count:
             parts.append(f"{count} {word}")

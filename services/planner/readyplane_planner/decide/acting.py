@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.startup import StartQuantiles
-from readyplane_planner.decide import mixing, placing, rolling, victims
+from readyplane_planner.decide import fast, mixing, placing, rolling, victims
 from readyplane_planner.decide.mixing import Choice, Pick
 from readyplane_planner.decide.pools import Pool, arrives_soon
 from readyplane_planner.decide.values import (
@@ -287,6 +287,8 @@ def _remember(
     ready = {w.worker_id for p in pools for w in (*p.ready, *p.unpairable)}
     lost = {w for p in pools for w in p.failed} | {c.worker_id for p in pools for c in p.overdue}
     lost |= {r.worker_id for r in acted.releases}
+    # Drained to serve the other stage it comes back: that is no end to be followed.
+    turns = {name for name, c in fast.changes(observation, memory).items() if c.kind == fast.FLIP}
     alive = {w.worker_id for w in observation.workers}
     held = {a.worker_id for a in observation.allocations if a.state not in {"exited", "failed"}}
     closed, left = ready | lost, alive | held
@@ -298,7 +300,8 @@ def _remember(
         or now_s - since < plan.order_grace_s
         or not (observation.fleet_known and observation.allocations_known)
     }
-    leaving = [d.worker_id for d in acted.drains] + [w.worker_id for p in pools for w in p.draining]
+    leaving = [d.worker_id for d in acted.drains]
+    leaving += [w.worker_id for p in pools for w in p.draining if w.worker_id not in turns]
     for worker_id in leaving:
         draining.setdefault(worker_id, now_s)
     # What is given back ends in its own time and is counted no more, though it is still seen, or
