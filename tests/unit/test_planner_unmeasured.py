@@ -182,6 +182,22 @@ async def test_a_full_kv_pool_teaches_nothing(kv_share: float, learns: bool) -> 
     assert (run.decisions[-1].decode.correction != 1.0) is learns
 
 
+async def test_old_news_teach_nothing() -> None:
+    """Frozen when stale: the last good answer, again and again, moves no correction."""
+    world = World(HandClock(), rps=lambda _t: 1.0)
+    world.add(Role.PREFILL, 1)
+    world.add(Role.DECODE, 1)
+    busy(world, rate=1800.0)
+    run = await planner(world, policy(prefill={"max": 1}, decode={"max": 1}, warm_worker_s=0.0))
+    await run.step(40)
+    world.frozen = True
+    await run.step(3)
+    learned = run.decisions[-1].prefill.correction
+    assert 0.6 < learned < 1.0
+    await run.step(60)
+    assert run.decisions[-1].prefill.correction == learned
+
+
 async def test_a_pool_in_transition_teaches_nothing() -> None:
     """Frozen during a start: what is measured then is the change."""
     world = World(HandClock(), rps=lambda _t: 1.0, hang=lambda _order: True)
