@@ -51,7 +51,7 @@ def class_plans(classes: Sequence[ClassPolicy], *, most: int) -> tuple[ClassPlan
     """In the words of the brains. Raises NotFound or InvalidField for a profile."""
     found = []
     for offered in classes:
-        profile = load_profile(offered.profile)
+        profile = load_profile(offered.profile, worker_class=offered.worker_class)
         price = profile.price_per_gpu_hour if offered.price is None else offered.price
         high = most if offered.max is None else min(most, offered.max)
         found.append(
@@ -124,7 +124,7 @@ def _check_profile(
     isl: float,
     osl: float,
 ) -> None:
-    profile = load_profile(offered.profile)
+    profile = load_profile(offered.profile, worker_class=offered.worker_class)
     if profile.worker_class != offered.worker_class:
         remedy = f"the profile {offered.profile} describes class {profile.worker_class}"
         raise InvalidField(f"{where}.worker_class", offered.worker_class, remedy)
