@@ -129,7 +129,7 @@ def _check_profile(
         remedy = f"the profile {offered.profile} describes class {profile.worker_class}"
         raise InvalidField(f"{where}.worker_class", offered.worker_class, remedy)
     why = _why_not(profile, name, ttft_s=ttft_s, tpot_s=tpot_s, isl=isl, osl=osl)
-    if why:
+    if why and profile.measured:  # what nobody measured refuses nobody
         raise InvalidField(where, offered.worker_class, why)
 
 
