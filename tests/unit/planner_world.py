@@ -415,10 +415,15 @@ class Run:
 
 
 async def planner(
-    world: World, wanted: Policy | None = None, *, brain: Brain = decide, **upkeep: Any
+    world: World,
+    wanted: Policy | None = None,
+    *,
+    brain: Brain = decide,
+    journal: MemoryJournal | None = None,
+    **upkeep: Any,
 ) -> Run:
     """A planner with memory stores that leads at once."""
-    journal = MemoryJournal()
+    journal = journal or MemoryJournal()
     ids = iter(range(10**9))
     clock = world.clock
     service = PlannerService(

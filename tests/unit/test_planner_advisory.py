@@ -6,12 +6,12 @@ from readyplane.core.startup import StartMode
 from readyplane.core.worker import Role, WorkerState
 from readyplane.kit.telemetry import Metrics
 from readyplane.ports import Order
-from readyplane_planner.actuators import ADVISORY
+from readyplane_planner.actuators import ADVISED, ADVISORY
 from readyplane_planner.journal import MemoryJournal
 from readyplane_planner.leadership import Leadership, MemoryLeaseStore
 from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.service import PlannerService
-from tests.unit.planner_world import DIGEST, MODEL, Box, HandClock, Run, World, policy
+from tests.unit.planner_world import DIGEST, MODEL, Box, HandClock, Run, World, planner, policy
 
 
 async def advisory(world: World, registry: Metrics) -> Run:
@@ -103,3 +103,40 @@ async def test_rates_and_targets_are_exported_beside_the_counts() -> None:
             value = registry.get_sample_value(f"readyplane_{what}_tokens_per_second", labels)
             assert value == state["pools"][pool][f"{what}_rate"]
         assert registry.get_sample_value("readyplane_slo_target_seconds", labels) == target_s
+
+
+async def test_by_policy_it_decides_and_records_and_orders_nothing() -> None:
+    """With an actuator that would obey; the fleet is somebody else's until the mode is left."""
+    world = World(HandClock(), rps=lambda _t: 7.0)
+    stand(world, Role.PREFILL, 1)
+    stand(world, Role.DECODE, 1)
+    run = await planner(world, policy(advisory=True))
+    await run.step(60)
+    state = await run.service.state()
+    assert ADVISED in state["degraded"]
+    assert state["pools"]["prefill"]["desired"] > state["pools"]["prefill"]["ready"] == 1
+    assert (world.provisions, world.drains, world.releases) == ([], [], [])
+    listed = await run.service.list_decisions(limit=200, changes_only=True)
+    assert listed and any(d["orders"] for d in listed)
+    told = await run.service.explain(next(d["decision_id"] for d in listed if d["orders"]))
+    assert "advisory: by policy.advisory" in told["text"]
+    await run.service.set_policy({"advisory": False}, merge=True)
+    await run.step(60)
+    assert world.provisions, "now it acts"
+    assert ADVISED not in (await run.service.state())["degraded"]
+
+
+async def test_what_was_only_advised_to_drain_is_not_drained_when_the_mode_is_left() -> None:
+    load = [0.5]
+    world = World(HandClock(), rps=lambda _t: load[0])
+    stand(world, Role.PREFILL, 3)
+    stand(world, Role.DECODE, 3)
+    run = await planner(world, policy(advisory=True))
+    await run.step(120)
+    listed = await run.service.list_decisions(limit=200, changes_only=True)
+    assert any(d["drains"] for d in listed) and world.drains == []
+    load[0] = 9.0
+    await run.step(10)
+    await run.service.set_policy({"advisory": False}, merge=True)
+    await run.step(3)
+    assert world.drains == [], "nobody is drained for what was advised before the load came"

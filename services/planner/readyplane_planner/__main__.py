@@ -20,7 +20,7 @@ from readyplane.core.errors import InvalidField
 from readyplane.kit.clock import Clock, SystemClock
 from readyplane.kit.database import async_engine, migrate
 from readyplane.kit.redis import check_eviction, connect
-from readyplane.kit.server import ServiceServer, run_service
+from readyplane.kit.server import Background, ServiceServer, run_service
 from readyplane.kit.settings import ServiceSettings, parse_settings
 from readyplane.kit.telemetry import metrics, setup_logging
 from readyplane.ports import Router
@@ -28,6 +28,7 @@ from readyplane_planner import api, rpc
 from readyplane_planner.leadership import Leadership
 from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.policy import Policy, load_policy
+from readyplane_planner.policy_file import PolicyFile
 from readyplane_planner.postgres import PostgresJournal
 from readyplane_planner.redis import RedisLeaseStore
 from readyplane_planner.service import PlannerService, Upkeep
@@ -44,6 +45,9 @@ class Settings(ServiceSettings):
     policy_again: bool = Field(
         default=True,
         description="a --policy file that differs from the stored one becomes the next",
+    )
+    policy_watch_s: float = Field(
+        2.0, ge=0, le=3600, description="look so often whether the --policy file changed; 0: never"
     )
     leader_ttl_s: float = Field(10.0, ge=1, le=300, description="leadership lease")
     sample_every_s: float = Field(30.0, ge=1, le=3600, description="journal a decision at rest")
@@ -96,6 +100,20 @@ class Settings(ServiceSettings):
         return load_policy(self.policy)
 
 
+def watchers(settings: Settings, service: PlannerService, clock: Clock) -> list[Background]:
+    """What looks after the policy file."""
+    if settings.policy is None or not settings.policy_watch_s:
+        return []
+    watched = PolicyFile(
+        settings.policy,
+        adopt=service.adopt,
+        tell=service.tell_policy_error,
+        clock=clock,
+        every_s=settings.policy_watch_s,
+    )
+    return [watched.run]
+
+
 async def main(settings: Settings) -> None:
     """Serve until told to stop."""
     setup_logging("planner", settings.log_level)
@@ -136,13 +154,15 @@ async def main(settings: Settings) -> None:
             beyond=beyond,
         )
         await service.begin()
+        background: list[Background] = [service.run]
         if settings.policy_again:
             await service.adopt(policy)
+            background += watchers(settings, service, clock)
         server = ServiceServer("planner", settings)
         server.add_grpc(lambda grpc_server: rpc.register(grpc_server, service), rpc.FULL_NAME)
         server.app.include_router(api.routes(service, server.stopping))
         api.mount_page(server.app)
-        await server.run(background=[service.run], on_stop=service.aclose)
+        await server.run(background=background, on_stop=service.aclose)
     finally:
         for port in (router, actuator, registry, beyond):
             if port is not None:

@@ -13,9 +13,20 @@ from dataclasses import dataclass, field
 
 from readyplane.core.errors import NotFound, ReadyplaneError, Refused, Unavailable
 from readyplane.core.startup import StartMode
+from readyplane.core.worker import Role, Worker, WorkerState
 from readyplane.ports import Actuator, Instance, Order, Router
-from readyplane_planner.decide import ROLE_OF, Decision, Drain, Release, StartOrder
-from readyplane_planner.signals import Refusal
+from readyplane_planner.decide import (
+    ROLE_OF,
+    Activation,
+    Decision,
+    Drain,
+    Flip,
+    Memory,
+    Release,
+    StartOrder,
+    fast,
+)
+from readyplane_planner.signals import Observation, Refusal
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +36,8 @@ ORDER_S_MAX = 15.0
 CALL_S_MAX = 45.0
 """Longer than the grace of a release, which the call waits for."""
 ADVISORY = "advisory: this planner has no actuator, it plans and orders nothing"
+AGAIN = "told again"
+ADVISED = "advisory: by policy.advisory this planner plans and orders nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +61,20 @@ class _Flight:
 class NoActuator:
     """The actuator of an advisory planner: it holds nothing and refuses every order (B35)."""
 
+    def __init__(self, why: str = ADVISORY) -> None:
+        self._why = why
+
     async def provision(self, order: Order, *, leader_epoch: int = 0) -> Instance:
         """Refused, with the reason."""
         del leader_epoch
-        raise Refused(f"order of {order.worker_id}", [ADVISORY], "start it by hand")
+        raise Refused(f"order of {order.worker_id}", [self._why], "start it by hand")
 
     async def release(
         self, worker_id: str, *, grace_s: float = 10.0, reason: str = "", leader_epoch: int = 0
     ) -> Instance:
         """Refused, with the reason."""
         del grace_s, reason, leader_epoch
-        raise Refused(f"release of {worker_id}", [ADVISORY], "stop it by hand")
+        raise Refused(f"release of {worker_id}", [self._why], "stop it by hand")
 
     async def list_instances(self, *, model: str = "", leader_epoch: int = 0) -> list[Instance]:
         """None."""
@@ -77,8 +93,9 @@ class Hand:
         self, router: Router, actuator: Actuator | None, *, model: str, release_grace_s: float
     ) -> None:
         self._router = router
-        self._advisory = actuator is None
+        self._given = actuator
         self._actuator: Actuator = NoActuator() if actuator is None else actuator
+        self._advice = ADVISORY if actuator is None else ""
         self._model = model
         self._grace_s = release_grace_s
         self._flight = _Flight()
@@ -93,6 +110,8 @@ class Hand:
             decision.orders,
             decision.drains,
             decision.releases,
+            decision.activations,
+            decision.flips,
             leader_epoch=leader_epoch,
         )
 
@@ -102,6 +121,8 @@ class Hand:
         orders: Iterable[StartOrder] = (),
         drains: Iterable[Drain] = (),
         releases: Iterable[Release] = (),
+        activations: Iterable[Activation] = (),
+        flips: Iterable[Flip] = (),
         *,
         leader_epoch: int,
     ) -> None:
@@ -115,6 +136,41 @@ class Hand:
         for release in releases:
             work = self._release(release, decision_id, leader_epoch)
             self._begin("release", release.worker_id, work)
+        for one in activations:
+            work = self._activate(one, decision_id, leader_epoch)
+            self._begin("activate", one.worker_id, work)
+        for flip in flips:
+            self._begin("flip", flip.worker_id, self._flip(flip, decision_id, leader_epoch))
+
+    def tell_again(
+        self,
+        decision: Decision,
+        observation: Observation,
+        memory: Memory,
+        workers: Iterable[Worker],
+        *,
+        deadline_s: float,
+        leader_epoch: int,
+    ) -> None:
+        """What the router does not show of what it was told was lost: it is told again."""
+        if self._advice or not (memory.draining or memory.changing):
+            return
+        drains = lost_drains(
+            workers,
+            memory.draining,
+            fresh=[d.worker_id for d in decision.drains],
+            deadline_s=deadline_s,
+        )
+        told, turned = fast.untold(observation, memory)
+        fresh = {a.worker_id for a in decision.activations}
+        fresh |= {f.worker_id for f in decision.flips}
+        self.carry_out(
+            decision.decision_id,
+            drains=drains,
+            activations=[a for a in told if a.worker_id not in fresh],
+            flips=[f for f in turned if f.worker_id not in fresh],
+            leader_epoch=leader_epoch,
+        )
 
     def repeat(self, open_orders: Container[str], *, leader_epoch: int) -> None:
         """Give orders again whose call nobody answered, as long as they are open.
@@ -126,10 +182,16 @@ class Hand:
             if worker_id in open_orders:
                 self.carry_out(decision_id, (order,), leader_epoch=leader_epoch)
 
+    def advise(self, only: bool) -> None:
+        """From the next call on act on nothing, or act again; without an actuator it never acts."""
+        if self._given is not None:
+            self._advice = ADVISED if only else ""
+            self._actuator = NoActuator(ADVISED) if only else self._given
+
     @property
-    def advisory(self) -> bool:
-        """Whether it can act on nothing."""
-        return self._advisory
+    def advice(self) -> str:
+        """Why it acts on nothing; empty when it acts."""
+        return self._advice
 
     def collect(self) -> list[Done]:
         """What finished since the last call."""
@@ -170,6 +232,7 @@ class Hand:
             mode=StartMode(order.mode),
             scale_decision_id=decision_id,
             convertible_tpot_s=order.convertible_tpot_s,
+            standby=order.standby,
             node_preference=order.nodes,
         )
 
@@ -190,9 +253,9 @@ class Hand:
 
     def _drain(self, drain: Drain, decision_id: str, epoch: int) -> Callable[[], Awaitable[Done]]:
         async def call() -> Done:
-            if self._advisory:
+            if self._advice:
                 # Advice is taken as followed: the next one builds on it instead of repeating it.
-                return Done("advised", drain.worker_id, drain.pool, decision_id, ADVISORY)
+                return Done("advised", drain.worker_id, drain.pool, decision_id, self._advice)
             await self._router.drain(
                 drain.worker_id,
                 epoch=drain.epoch,
@@ -204,6 +267,41 @@ class Hand:
             return Done("draining", drain.worker_id, drain.pool, decision_id, drain.why)
 
         return self._saying(call, "drain_failed", drain.worker_id, drain.pool, decision_id)
+
+    def _activate(
+        self, one: Activation, decision_id: str, epoch: int
+    ) -> Callable[[], Awaitable[Done]]:
+        async def call() -> Done:
+            if self._advice:
+                return Done("advised", one.worker_id, one.pool, decision_id, self._advice)
+            await self._router.activate(
+                one.worker_id,
+                epoch=one.epoch,
+                reason=one.why,
+                deadline_s=one.deadline_s,
+                scale_decision_id=decision_id,
+                leader_epoch=epoch,
+            )
+            return Done("activating", one.worker_id, one.pool, decision_id, one.why)
+
+        return self._saying(call, "activate_failed", one.worker_id, one.pool, decision_id)
+
+    def _flip(self, flip: Flip, decision_id: str, epoch: int) -> Callable[[], Awaitable[Done]]:
+        async def call() -> Done:
+            if self._advice:
+                return Done("advised", flip.worker_id, flip.pool, decision_id, self._advice)
+            await self._router.flip(
+                flip.worker_id,
+                role=ROLE_OF[flip.to],
+                epoch=flip.epoch,
+                reason=flip.why,
+                deadline_s=flip.deadline_s,
+                scale_decision_id=decision_id,
+                leader_epoch=epoch,
+            )
+            return Done("flipping", flip.worker_id, flip.pool, decision_id, flip.why)
+
+        return self._saying(call, "flip_failed", flip.worker_id, flip.pool, decision_id)
 
     def _release(
         self, release: Release, decision_id: str, epoch: int
@@ -250,6 +348,22 @@ class Hand:
 
 
 def refusals(done: list[Done]) -> tuple[Refusal, ...]:
-    """Orders and drains that were not taken, in the words of the brain."""
-    kinds = {"refused", "drain_failed"}
+    """What was asked for and not taken, in the words of the brain."""
+    kinds = {"refused", "drain_failed", "activate_failed", "flip_failed"}
     return tuple(Refusal(d.worker_id, d.pool, d.note) for d in done if d.kind in kinds)
+
+
+def lost_drains(
+    workers: Iterable[Worker],
+    draining: Iterable[tuple[str, float]],
+    *,
+    fresh: Container[str],
+    deadline_s: float,
+) -> list[Drain]:
+    """Drains that the router does not show, to be told again; those of now are on their way."""
+    leaving = {worker_id for worker_id, _since_s in draining if worker_id not in fresh}
+    return [
+        Drain(w.worker_id, "prefill" if w.role is Role.PREFILL else "decode", 0, deadline_s, AGAIN)
+        for w in workers
+        if w.worker_id in leaving and w.state is WorkerState.READY
+    ]

@@ -243,6 +243,7 @@ class Policy(_Strict):
     fallback_after: int = Field(default=10, ge=1, le=10_000)
     hand_hold_s: Seconds = 0.0
     optimiser: str = Field(default="size", min_length=1, max_length=64)
+    advisory: bool = False
     paused: bool = False
 
     @property

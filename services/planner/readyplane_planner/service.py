@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from readyplane.core.errors import Conflict, NotFound, ReadyplaneError, Unavailable
-from readyplane.core.worker import Role, WorkerState
 from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Router
-from readyplane_planner.actuators import ADVISORY, Hand, refusals
-from readyplane_planner.decide import Decision, Drain, Memory, Plan, decide
+from readyplane_planner.actuators import Hand, refusals
+from readyplane_planner.decide import Decision, Memory, Plan, decide
 from readyplane_planner.decide.follow import Brain
 from readyplane_planner.explain import explanation
 from readyplane_planner.journal import (
@@ -46,11 +45,10 @@ from readyplane_planner.policy import (
 from readyplane_planner.recall import recall
 from readyplane_planner.signals import Observation, RouterSample, observe, stands_still
 from readyplane_planner.sources import Look, LooksBeyond, Sources, allocations
-from readyplane_planner.starts import StartBook, samples_from, t_ready
+from readyplane_planner.starts import StartBook, t_ready
 from readyplane_planner.state import History, Seen, state_document, state_pools
 from readyplane_planner.takeover import Succession
-from readyplane_planner.thinking import think
-from readyplane_planner.whatif import applied, compared, read_changes
+from readyplane_planner.thinking import ask, think
 from readyplane_planner.upgrades import Upgrades
 from readyplane_planner.worktime import WorkerSeconds
 
@@ -68,7 +66,7 @@ class Upkeep:
     Attributes:
         sample_every_s: a decision that changes nothing is journalled that often.
         keep_decisions, keep_s: bounds of the journal; prune_every_s: how often they are enforced.
-        resolve_every_s: how often the artifact's name is looked up again.
+        resolve_every_s, policy_every_s: how often the artifact's name, a newer policy is looked up.
         release_grace_s: until a released worker is killed.
         optimiser_s: how long a foreign optimiser may think in a tick; None asks it on the loop.
     """
@@ -78,6 +76,7 @@ class Upkeep:
     keep_s: float = 30 * 86_400.0
     prune_every_s: float = 600.0
     resolve_every_s: float = 15.0
+    policy_every_s: float = 5.0
     release_grace_s: float = 10.0
     optimiser_s: float | None = None
 
@@ -160,6 +159,9 @@ class PlannerService:
         self._warnings: list[dict[str, Any]] = []
         self._lead_error = ""
         self._degraded = ""
+        self._policy_error = ""
+        self._advised = False
+        self._refreshed_s = float("-inf")
         self._begun = False
         self.upgrades = Upgrades(
             self,
@@ -176,17 +178,12 @@ class PlannerService:
 
         The given policy is stored as version 1 where there is none yet.
         """
-        stored = await self._journal.policy(self._policy.model)
-        if stored is None:
-            stored = await self._put(self._policy, expected_version=0)
-        self._use(read_policy(as_stored(stored.document)), stored.version)
+        if await self._journal.policy(self._policy.model) is None:
+            await self._put(self._policy, expected_version=0)
+        await self._refresh()
         wall_s, now_s = self._clock.wall_s(), self._clock.monotonic_s()
         ready = await self._journal.outcomes(self._policy.model, "ready", limit=128)
-        for outcome in reversed(ready):
-            document = outcome.document.get("sample")
-            seen_at_s = now_s - max(0.0, wall_s - outcome.at_s)
-            for sample in samples_from([(document, seen_at_s)] if document else ()):
-                self._book.add(Role(str(outcome.document.get("role", Role.PREFILL))), sample)
+        self._book.recall((o.document, now_s - max(0.0, wall_s - o.at_s)) for o in reversed(ready))
         shown = await self._journal.newest(
             self._policy.model, limit=DECISIONS_SHOWN, changes_only=True
         )
@@ -199,6 +196,7 @@ class PlannerService:
 
         A pause stays: only whoever asked for it lets go.
         """
+        await self._refresh()
         policy = policy.model_copy(update={"paused": self._policy.paused})
         if policy.digest != self._policy.digest:
             await self.set_policy(policy.document())
@@ -225,6 +223,7 @@ class PlannerService:
         look = await self._look()
         leading = leading and not look.deposed
         await self._resolve()
+        await self._follow_policy(started_s)
         done = self._hand.collect()
         if self._metrics is not None:
             for call in done:
@@ -298,9 +297,8 @@ class PlannerService:
             router = None if still else router
         # Without a new answer both are the same one: no rate can be made of it twice.
         self._previous, self._current = self._current, router or self._current
-        advice = ADVISORY if self._hand.advisory else ""
         self._degraded = look.router_error or still or look.actuator_error or self._lead_error
-        self._degraded = self._degraded or advice
+        self._degraded = self._degraded or self._hand.advice or self._policy_error
         return look
 
     def _awaited(self) -> set[str]:
@@ -384,23 +382,14 @@ class PlannerService:
             return
         self._succession.carry_on(self._hand, self._memory)
         self._hand.take(decision, leader_epoch=self._leadership.epoch)
-        self._drain_again(decision)
-
-    def _drain_again(self, decision: Decision) -> None:
-        """A drain that the router does not show was lost: it is told again."""
-        if self._hand.advisory or not self._memory.draining:
-            return
-        fresh = {d.worker_id for d in decision.drains}
-        leaving = dict(self._memory.draining)
-        for worker in self._current.workers if self._current is not None else ():
-            if worker.worker_id in leaving and worker.worker_id not in fresh:
-                if worker.state is not WorkerState.READY:
-                    continue
-                deadline_s = self._policy.drain_deadline_s
-                pool = "prefill" if worker.role is Role.PREFILL else "decode"
-                again = Drain(worker.worker_id, pool, 0, deadline_s, "told again")
-                epoch = self._leadership.epoch
-                self._hand.carry_out(decision.decision_id, drains=(again,), leader_epoch=epoch)
+        self._hand.tell_again(
+            decision,
+            inputs.observation,
+            self._memory,
+            () if self._current is None else self._current.workers,
+            deadline_s=self._policy.drain_deadline_s,
+            leader_epoch=self._leadership.epoch,
+        )
 
     async def _tell(self, *, wall_s: float) -> None:
         """What became of orders and drains, and of one decision whether it was worth it."""
@@ -506,18 +495,8 @@ class PlannerService:
         self._check(model)
         if self._inputs is None:
             raise Unavailable("the planner has not looked yet", "ask again in a moment")
-        inputs, plan = self._inputs, self._inputs.plan
-        question = applied(
-            inputs,
-            read_changes(changes),
-            policy=self._policy,
-            plan_of=lambda policy: make_plan(
-                policy, version=plan.version, manifest_digest=plan.manifest_digest
-            ),
-        )
-        asked = thinker(question.policy.optimiser, budget_s=self._upkeep.optimiser_s)
-        then, _memory, _inputs = await think(question.inputs, decide, asked)
-        return compared(inputs, question, then)
+        budget_s = self._upkeep.optimiser_s
+        return await ask(self._inputs, changes, policy=self._policy, budget_s=budget_s)
 
     # ------------------------------------------------------------------ policy
 
@@ -536,6 +515,7 @@ class PlannerService:
     ) -> tuple[dict[str, Any], int]:
         """See the port. In force from the next tick, which comes at once."""
         self._check(model)
+        await self._refresh()
         if expected_version and expected_version != self._version:
             raise Conflict(
                 "policy version",
@@ -558,6 +538,30 @@ class PlannerService:
             log.info("paused" if paused else "let go", extra={"why": reason})
         return paused
 
+    def tell_policy_error(self, text: str) -> None:
+        """What is wrong with a policy file that somebody watches; shown until it is right."""
+        self._policy_error = text
+
+    async def _follow_policy(self, now_s: float) -> None:
+        """Now and then the newest version; the one in force stays while the journal is away."""
+        if self._advised and not self._policy.advisory:
+            # What was only advised to drain still serves, and is wanted until it is decided anew.
+            self._memory = replace(self._memory, draining=())
+        self._advised = self._policy.advisory
+        if now_s - self._refreshed_s < self._upkeep.policy_every_s:
+            return
+        self._refreshed_s = now_s
+        try:
+            await self._refresh()
+        except ReadyplaneError as error:
+            log.warning("the policy in force stays: %s", error)
+
+    async def _refresh(self) -> None:
+        """Take the newest version: another planner of this model may have been told."""
+        stored = await self._journal.policy(self._policy.model)
+        if stored is not None and stored.version > self._version:
+            self._use(read_policy(as_stored(stored.document)), stored.version)
+
     async def _put(self, policy: Policy, *, expected_version: int) -> StoredPolicy:
         wanted = StoredPolicy(policy.model, 0, policy.document(), self._clock.wall_s())
         return await self._journal.put_policy(wanted, expected_version=expected_version)
@@ -566,8 +570,10 @@ class PlannerService:
         self._profiles = pool_profiles(policy)
         if policy.optimiser != self._policy.optimiser or self._thinker is None:
             self._thinker = thinker(policy.optimiser, budget_s=self._upkeep.optimiser_s)
-        if policy.reference != self._policy.reference:
+        asked = policy.rollout.asked != self._policy.rollout.asked
+        if asked or policy.reference != self._policy.reference:
             self._resolved_s = None
+        self._hand.advise(policy.advisory)
         self._policy, self._version = policy, version
         self._warnings = policy_warnings(policy, self._profiles)
         for warned in self._warnings:

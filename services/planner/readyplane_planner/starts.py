@@ -115,6 +115,13 @@ class StartBook:
         self._samples.setdefault(role, deque(maxlen=SAMPLES_MAX)).append(sample)
         self._known.clear()
 
+    def recall(self, told: Iterable[tuple[Mapping[str, Any], float]]) -> None:
+        """Take in `ready` outcomes of the journal, each with the clock at which it was seen."""
+        for document, seen_at_s in told:
+            kept = document.get("sample")
+            for sample in samples_from([(kept, seen_at_s)] if kept else ()):
+                self.add(Role(str(document.get("role", Role.PREFILL))), sample)
+
     def quantiles(
         self, role: Role, *, worker_class: str, mode: str, prior: StartQuantiles, now_s: float
     ) -> StartQuantiles:
