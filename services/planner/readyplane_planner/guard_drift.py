@@ -3,8 +3,8 @@
 Owns the three judgements, each a pure function of one tick's evidence with its own memory, and what
 follows from them. Drift is entered when the evidence has been bad for a while and left when it has
 been good for longer (hysteresis); evidence that is not known changes nothing. Hands the guard a stance:
-while forecast or model drift, nothing shrinks and the measured load is followed upwards; while
-actuation drifts, one order at a time.
+while anything drifts, nothing shrinks and the measured load is followed upwards. Orders are no fewer
+for it: what is refused or lost is paced by its own back-off.
 """
 
 from __future__ import annotations
@@ -45,9 +45,13 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long evidence must last; seconds. `band`: by how much a target may be missed."""
+    """How long evidence must last; seconds. `band`: by how much a target may be missed.
+
+    `forecast_s`: what a burst does to the bound is learned by the forecast itself within minutes.
+    """
 
     enter_s: float = 60.0
+    forecast_s: float = 240.0
     leave_s: float = 120.0
     band: float = 0.1
 
@@ -85,12 +89,10 @@ class Stance:
 
     Attributes:
         conservative: nothing shrinks, and the measured load is followed upwards.
-        one_by_one: at most one order in a decision.
         reasons: (code, text) of each drift.
     """
 
     conservative: bool = False
-    one_by_one: bool = False
     reasons: tuple[tuple[str, str], ...] = ()
 
 
@@ -98,8 +100,9 @@ def look(
     before: PoolDrift, evidence: Evidence, patience: Patience, *, now_s: float
 ) -> tuple[PoolDrift, Stance]:
     """The memory after this tick's evidence, and the stance that follows."""
+    slower = replace(patience, enter_s=patience.forecast_s)
     after = PoolDrift(
-        watch(before.forecast, forecast_is_off(evidence), patience, now_s=now_s),
+        watch(before.forecast, forecast_is_off(evidence), slower, now_s=now_s),
         watch(before.model, model_is_off(evidence, patience.band), patience, now_s=now_s),
         watch(before.actuation, actuation_is_off(evidence), patience, now_s=now_s),
     )
@@ -180,7 +183,6 @@ def _stance(drift: PoolDrift, evidence: Evidence, now_s: float) -> Stance:
     if drift.actuation.active:
         text = f"{evidence.losses} starts in a row lost, {evidence.missing} workers overdue"
         said.append(("drift_actuation", f"{text}, {lasted(drift.actuation)}"))
-    conservative = drift.forecast.active or drift.model.active
-    if conservative:
+    if said:
         said.append(("fallback", "the measured load is followed upwards and nothing is given up"))
-    return Stance(conservative, drift.actuation.active, tuple(said))
+    return Stance(bool(said), tuple(said))

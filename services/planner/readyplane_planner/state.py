@@ -18,6 +18,13 @@ from readyplane_planner.starts import start_document
 HISTORY_MAX = 900
 POINT = ("desired", "provisioned", "ready", "load")
 STEMS = ("ttft", "tpot")
+HELD = frozenset(
+    (
+        *("manual_hold", "ownership_conflict", "denied", "pending", "backoff", "shape_unknown"),
+        *("fallback", "drift_forecast", "drift_model", "drift_actuation"),
+    )
+)
+"""Reasons that a person may end or wait for; each says for how long."""
 """The latency of each pool, in the order of POOLS."""
 
 
@@ -82,6 +89,9 @@ def state_document(
         "policy_version": plan.version,
         "slo": {"ttft_s": plan.ttft_s, "tpot_s": plan.tpot_s},
         "degraded": seen.degraded or decision.degraded,
+        "held": [
+            {"pool": r.pool, "code": r.code, "text": r.text} for r in decision.why if r.code in HELD
+        ],
         "lateness_p99_s": _largest(w.load.lateness_p99_s for w in workers),
         "pools": dict(pools),
         "latency": {

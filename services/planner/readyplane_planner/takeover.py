@@ -12,8 +12,11 @@ wall clock; where that has been set back, the decision counts as new.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from readyplane.core.errors import ReadyplaneError
 from readyplane.kit.clock import Clock
@@ -34,6 +37,7 @@ from readyplane_planner.journal import Journal, Outcome, Record, decode_inputs, 
 log = logging.getLogger(__name__)
 
 RECORDS_MAX = 16
+TERMS_MAX = 4096
 AGE_S_MAX = 600.0
 """A memory older than that tells of another time; the new leader goes by what it sees."""
 AGAIN_S_MAX = 60.0
@@ -75,7 +79,7 @@ class Succession:
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
         self._clock = clock
-        self._epoch = 0
+        self._epochs: deque[int] = deque(maxlen=TERMS_MAX)
         self._left = Heritage()
 
     async def begin(self, leader_epoch: int, model: str) -> None:
@@ -84,11 +88,11 @@ class Succession:
             self._journal,
             model,
             leader_epoch=leader_epoch,
-            mine=self._epoch,
+            mine=self._epochs,
             now_s=self._clock.monotonic_s(),
             wall_s=self._clock.wall_s(),
         )
-        self._epoch = leader_epoch
+        self._epochs.append(leader_epoch)
         await self._journal.attach(self._left.lost)
 
     def adopted(self, mine: Memory) -> Memory:
@@ -112,20 +116,26 @@ class Succession:
                 left.orders,
                 left.drains,
                 left.releases,
-                leader_epoch=self._epoch,
+                leader_epoch=self._epochs[-1],
             )
         self._left = Heritage()
-        hand.repeat({o.worker_id for o in memory.orders}, leader_epoch=self._epoch)
+        hand.repeat({o.worker_id for o in memory.orders}, leader_epoch=self._epochs[-1])
 
 
 async def heritage(
-    journal: Journal, model: str, *, leader_epoch: int, mine: int, now_s: float, wall_s: float
+    journal: Journal,
+    model: str,
+    *,
+    leader_epoch: int,
+    mine: Container[int],
+    now_s: float,
+    wall_s: float,
 ) -> Heritage:
     """What earlier leaders of the model left.
 
     Args:
-        mine: the number under which this planner led last, 0 for never: who only takes its own
-            lease again knows more than the journal does.
+        mine: numbers under which this planner has led: who only takes its own lease again knows
+            more than the journal does.
 
     A record that cannot be read (of another version) is left out: what it asked for is seen in the
     fleet, or decided anew.
@@ -134,7 +144,7 @@ async def heritage(
         records = await journal.newest(model, limit=RECORDS_MAX)
         # A leader that slept may have written after its successor: the number tells who is newer.
         records.sort(key=lambda r: (_epoch_of(r), r.sequence), reverse=True)
-        if records and 0 < mine == _epoch_of(records[0]):
+        if records and _epoch_of(records[0]) in mine:
             return Heritage()
         found = [
             await journal.get(record.decision_id)
@@ -152,7 +162,8 @@ async def heritage(
         if age_s > AGE_S_MAX and place:
             break
         try:
-            decision, after, decided_s = replayed(record)
+            asked = _asked(record)
+            after, decided_s = _memory_after(record, asked) if place == 0 else (Memory(), 0.0)
         except (ReadyplaneError, ValueError, TypeError, ArithmeticError, LookupError) as error:
             log.warning("decision %s is not taken over: %s", record.decision_id, error)
             continue
@@ -166,7 +177,7 @@ async def heritage(
                 break
         if memory is None:
             break
-        left = unfinished(decision, outcomes, memory)
+        left = unfinished(asked, outcomes, memory)
         if age_s <= AGAIN_S_MAX:
             again.append(left)
         else:
@@ -177,7 +188,57 @@ async def heritage(
     return Heritage(memory, tuple(again), tuple(lost))
 
 
-def unfinished(decision: Decision, outcomes: Sequence[Outcome], memory: Memory) -> Unfinished:
+def _asked(record: Record) -> Unfinished:
+    """Everything that a decision asked for, as it is written; ValueError where it cannot be read."""
+    document = record.document
+    return Unfinished(
+        record.decision_id,
+        msgspec.convert(document["orders"], tuple[StartOrder, ...]),
+        msgspec.convert(document["drains"], tuple[Drain, ...]),
+        msgspec.convert(document["releases"], tuple[Release, ...]),
+    )
+
+
+def _memory_after(record: Record, asked: Unfinished) -> tuple[Memory, float]:
+    """(memory after the decision, the planner's clock of then).
+
+    Decided again; where that comes out differently, another brain or version decided, and what it
+    did is added to what it knew.
+    """
+    decision, after, decided_s = replayed(record)
+    if _names(decision) == _names(asked):
+        return after, decided_s
+    before = decode_inputs(record.inputs).memory
+    orders = tuple(
+        OpenOrder(
+            o.worker_id,
+            o.pool,
+            decided_s,
+            record.decision_id,
+            worker_class=o.worker_class,
+            mode=o.mode,
+            digest=o.manifest_digest,
+            number=o.generation,
+        )
+        for o in asked.orders
+    )
+    going: tuple[Drain | Release, ...] = (*asked.drains, *asked.releases)
+    leaving = ((x.worker_id, decided_s) for x in going)
+    return (
+        replace(before, orders=(*before.orders, *orders), draining=(*before.draining, *leaving)),
+        decided_s,
+    )
+
+
+def _names(asked: Decision | Unfinished) -> tuple[list[str], ...]:
+    return (
+        [o.worker_id for o in asked.orders],
+        [d.worker_id for d in asked.drains],
+        [r.worker_id for r in asked.releases],
+    )
+
+
+def unfinished(asked: Unfinished, outcomes: Sequence[Outcome], memory: Memory) -> Unfinished:
     """What of a decision has no outcome and is still wanted by the memory after the last one."""
     opened = {o.worker_id for o in memory.orders}
     leaving = {name for name, _since in memory.draining}
@@ -186,17 +247,11 @@ def unfinished(decision: Decision, outcomes: Sequence[Outcome], memory: Memory) 
         return any(o.subject == subject and o.kind in ENDS[what] for o in outcomes)
 
     return Unfinished(
-        decision.decision_id,
+        asked.decision_id,
+        tuple(o for o in asked.orders if o.worker_id in opened and not told(o.worker_id, "order")),
+        tuple(d for d in asked.drains if d.worker_id in leaving and not told(d.worker_id, "drain")),
         tuple(
-            o for o in decision.orders if o.worker_id in opened and not told(o.worker_id, "order")
-        ),
-        tuple(
-            d for d in decision.drains if d.worker_id in leaving and not told(d.worker_id, "drain")
-        ),
-        tuple(
-            r
-            for r in decision.releases
-            if r.worker_id in leaving and not told(r.worker_id, "release")
+            r for r in asked.releases if r.worker_id in leaving and not told(r.worker_id, "release")
         ),
     )
 
@@ -240,6 +295,7 @@ def moved(memory: Memory, by_s: float) -> Memory:
         ),
         draining=tuple((name, since_s + by_s) for name, since_s in memory.draining),
         suspects=(),
+        changing=fast.moved(memory.changing, by_s),
         last_s=None,
         drift=guard_drift.moved(memory.drift, by_s),
         owned_p=ownership.moved(memory.owned_p, by_s),
@@ -265,4 +321,3 @@ def _told(left: Unfinished, wall_s: float) -> list[Outcome]:
     asked: tuple[StartOrder | Drain | Release, ...] = (*left.orders, *left.drains, *left.releases)
     subjects = [x.worker_id for x in asked]
     return [Outcome(left.decision_id, subject, "lost", wall_s, note) for subject in subjects]
-        changing=fast.moved(memory.changing, by_s),

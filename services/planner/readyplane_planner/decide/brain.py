@@ -172,6 +172,7 @@ def _facts(observation: Observation, plan: Plan, pools: Both, memory: Memory) ->
             if r.pool == pool.name
         )
         said.extend(Reason("overdue", r.why, pool.name) for r in pool.releases)
+        said.extend(_waiting(observation, pool))
         refused = {r.worker_id for r in observation.refused}
         said.extend(
             Reason("start_failed", f"{worker_id} did not become ready", pool.name)
@@ -185,6 +186,16 @@ def _facts(observation: Observation, plan: Plan, pools: Both, memory: Memory) ->
             text = f"desired {desired}, observed {live} ready or on their way"
             said.append(Reason("drift", text, pool.name))
     return said
+
+
+def _waiting(observation: Observation, pool: Pool) -> list[Reason]:
+    """Why orders that were taken have not begun, in the actuator's words (B36)."""
+    whys = {a.worker_id: a.reason for a in observation.allocations if a.state == "pending"}
+    return [
+        Reason("pending", f"{c.worker_id} has waited {c.age_s:.0f} s: {whys[c.worker_id]}", pool.name)
+        for c in (*pool.coming, *pool.overdue)
+        if whys.get(c.worker_id)
+    ][:UNPAIRABLE_SAID_MAX]
 
 
 def _propose(

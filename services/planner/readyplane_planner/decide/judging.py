@@ -80,12 +80,12 @@ def judge(
     guards: list[PoolMemory] = []
     overrides = dict(memory.overrides)
     rows = zip(POOLS, pools, counts, limits, cares, strict=True)
-    for name, pool, count, given, care in rows:
+    for name, pool, count, bounds, care in rows:
         before = memory.guard(name)
         if pool.became_ready:
             before = guard.succeeded(before)
         lost = _losses(pool, memory, observation)
-        before = guard.failed(before, lost, limits=given, now_s=now_s)
+        before = guard.failed(before, lost, limits=bounds, now_s=now_s)
         waits = denials.shut(memory, name, plan.pool(name).names, now_s=now_s)
         wanted = keep = urgent = None
         advised = advice(plan, memory, name)
@@ -93,7 +93,7 @@ def judge(
             wanted = proposal.p if name == "prefill" else proposal.d
             urgent = proposal.p_now if name == "prefill" else proposal.d_now
             keep = proposal.p_keep if name == "prefill" else proposal.d_keep
-        wanted, bounds, trusted = stances.careful(care, wanted, count, given, trust)
+        wanted, trusted = stances.careful(care, wanted, count, bounds, trust)
         verdict, after = guard.judge(
             wanted=wanted,
             keep=keep,
@@ -108,7 +108,7 @@ def judge(
             else (waits.retry_s, f"orders are refused: {waits.why}"),
             now_s=now_s,
         )
-        verdicts.append(stances.held(care, verdict, count, given))
+        verdicts.append(stances.held(care, verdict, count, bounds))
         guards.append(after)
     pair = guard.budgeted((verdicts[0], verdicts[1]), counts, limits, plan.budget_gpus)
     for name, verdict in zip(POOLS, pair, strict=True):

@@ -16,6 +16,8 @@ from readyplane_planner.guard_drift import Evidence, Patience, Stance
 from readyplane_planner.signals import Observation
 
 YOUNG_S = 60.0
+LOSSES_LAST_S = 120.0
+"""After the pause that they asked for, lost starts tell of the present for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def look(
     for name, pool in zip(POOLS, pools, strict=True):
         is_p = name == "prefill"
         load = seen.load_p if is_p else seen.load_d
-        evidence = _evidence(observation, plan, memory, pool, model, seen)
+        evidence = _evidence(observation, plan, memory, pool, model, seen, now_s)
         before = memory.drift.prefill if is_p else memory.drift.decode
         drift, stance = guard_drift.look(before, evidence, Patience(band=plan.band), now_s=now_s)
         if observation.idle and stance.conservative:
@@ -90,6 +92,7 @@ def _evidence(
     pool: Pool,
     model: demand.Needs,
     seen: outlook.Forecasts,
+    now_s: float,
 ) -> Evidence:
     is_p = pool.name == "prefill"
     work = model.work_p if is_p else model.work_d
@@ -106,23 +109,21 @@ def _evidence(
         predicted=None if load.predicted_s is None else load.predicted_s / target_s,
         count=0 if window is None else window.count,
         coming=bool(pool.coming or pool.draining or pool.overdue),
-        losses=mine.failures,
+        losses=mine.failures if now_s - mine.retry_s < LOSSES_LAST_S else 0,
         missing=max(0, (mine.desired or 0) - pool.live) if known and not plan.paused else 0,
     )
 
 
 def careful(
     care: Care, wanted: int | None, counts: Counts, limits: Limits, trust: Trust
-) -> tuple[int | None, Limits, Trust]:
-    """(wanted, limits, trust) as the stance has them."""
+) -> tuple[int | None, Trust]:
+    """(wanted, trust) as the stance has them."""
     stance = care.stance
-    if stance.one_by_one:
-        limits = replace(limits, step_up=1)
     if not stance.conservative:
-        return wanted, limits, trust
+        return wanted, trust
     lifted = fallback(live=counts.live, load=care.load, limits=limits)
     wanted = None if wanted is None else max(wanted, lifted)
-    return wanted, limits, replace(trust, shrink=False, why=trust.why or stance.reasons[0][1])
+    return wanted, replace(trust, shrink=False, why=trust.why or stance.reasons[0][1])
 
 
 def held(care: Care, verdict: Verdict, counts: Counts, limits: Limits) -> Verdict:
