@@ -323,6 +323,8 @@ def test_policy_set_from_a_file(cli: Terminal, planner: FakePlanner, tmp_path: P
     path.write_text("prefill: {max: 2}\n")
     said = cli("policy", "set", "--file", str(path), "--expected-version", "3", *PLANNER)
     assert said.out == "prefill.max: 6 → 2\npolicy version 4\n"
+    cli("policy", "set", str(path), *PLANNER)
+    assert planner.asked[-1][0] == {"prefill": {"max": 2}} and planner.asked[-1][1]["merge"]
     cli("policy", "set", "--file", str(path), "--whole", *PLANNER)
     assert planner.asked[-1][1]["merge"] is False
 
@@ -338,8 +340,8 @@ def test_policy_set_from_a_file(cli: Terminal, planner: FakePlanner, tmp_path: P
         (("a=1", "a.b=2"), 2, "already has a value"),
         (("a=[1",), 2, "write a YAML value"),
         (("a=2026-01-01",), 2, "write a number"),
-        ((), 2, "give fields, or --file"),
-        (("a=1", "--file", "x"), 2, "give fields, or --file"),
+        ((), 2, "give fields, or a FILE"),
+        (("a=1", "--file", "x"), 2, "give fields, or a FILE"),
         (("--file", "/nonexistent/p.yaml"), 2, "--file"),
     ],
 )

@@ -15,11 +15,13 @@ from readyplane_lab.cli.flags import Json, examples, switch
 from readyplane_lab.cli.where import PlannerAddress, Where, find, planner_of, run
 
 app = typer.Typer()
+SUFFIXES = (".yaml", ".yml", ".json")
 SHOW_EXAMPLES = examples("readyplane policy show", "readyplane policy show --json | jq .version")
 SET_EXAMPLES = examples(
     "readyplane policy set prefill.max=8",
     "readyplane policy set slo.ttft_s=1.5 down.hold_s=null --expected-version 3",
-    "readyplane policy set --file policy.yaml",
+    "readyplane policy set policy.yaml",
+    "readyplane policy set --file policy.yaml --whole",
     "readyplane policy set paused=true",
 )
 
@@ -66,14 +68,14 @@ def set_(
     changes: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE…",
-            help="Fields by their dotted names; values are YAML.",
+            metavar="FILE|KEY=VALUE…",
+            help="A YAML or JSON file, or fields by their dotted names with YAML values.",
             show_default=False,
         ),
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="YAML or JSON with the fields to change."),
+        typer.Option(metavar="FILE", help="The same as naming the file."),
     ] = None,
     whole: Annotated[
         bool,
@@ -90,6 +92,7 @@ def set_(
     """Change fields of the policy; it is in force from the planner's next tick.
 
     Everything or nothing: a wrong field or value changes nothing, and the right place is named.
+    All fields: docs/policy.md.
     """
     wanted = _wanted(changes or [], file, whole=whole)
     if expected_version < 0:
@@ -114,9 +117,11 @@ def set_(
 
 
 def _wanted(changes: Sequence[str], file: Path | None, *, whole: bool) -> dict[str, Any]:
+    if file is None and len(changes) == 1 and _is_file(changes[0]):
+        changes, file = (), Path(changes[0])
     if bool(changes) == (file is not None):
         shown = " ".join([*changes, *(["--file"] if file else [])]) or "nothing"
-        raise InvalidField("KEY=VALUE", shown, "give fields, or --file FILE")
+        raise InvalidField("KEY=VALUE", shown, "give fields, or a FILE")
     if whole and file is None:
         raise InvalidField("--whole", True, "give it with --file FILE")
     if file is None:
@@ -129,6 +134,11 @@ def _wanted(changes: Sequence[str], file: Path | None, *, whole: bool) -> dict[s
         if error.field != "--policy":
             raise
         raise InvalidField("--file", error.value, error.remedy) from error
+
+
+def _is_file(text: str) -> bool:
+    """Whether the one thing that is given is a file: no field can be named so."""
+    return "=" not in text and (Path(text).suffix in SUFFIXES or Path(text).is_file())
 
 
 async def _put(
