@@ -118,18 +118,28 @@ def test_an_archive_cannot_bring_code(tmp_path: Path) -> None:
 
 
 def test_a_run_alone_tells_of_prefill_and_any_run_of_decode() -> None:
-    found = readings_of(
-        [
-            Run(isl=1000, osl=101, ttft_ms=40.0, itl_ms=5.0, concurrency=1.0, requests_per_s=1.85),
-            Run(isl=1000, osl=101, ttft_ms=80.0, itl_ms=8.0, concurrency=16.0, requests_per_s=15.0),
-        ]
-    )
+    single = Run(isl=1000, osl=101, ttft_ms=40.0, itl_ms=5.0, concurrency=1.0, requests_per_s=1.85)
+    busy = Run(isl=1000, osl=101, ttft_ms=80.0, itl_ms=12.0, concurrency=16.0, requests_per_s=10.0)
+    found = readings_of([single, busy])
     assert [(r.tokens, r.milliseconds) for r in found.prefill] == [(1000, 40.0)]
-    alone, busy = found.decode
+    alone, many = found.decode
     assert (alone.sequences, alone.milliseconds) == (1.0, 5.0)
-    assert busy.sequences == pytest.approx(12.0), "15 requests/s decode for 0.8 s each"
-    assert busy.kv_tokens == pytest.approx(12.0 * 1050.5)
-    assert any("prefill of others" in note for note in found.notes)
+    assert many.sequences == pytest.approx(12.0), "10 requests/s decode for 1.2 s each"
+    assert many.kv_tokens == pytest.approx(12.0 * 1050.5)
+    assert many.milliseconds == pytest.approx(12.0 - 40.0 * 15 / 101), "less others' prompts"
+    (kept,) = readings_of([busy]).decode
+    assert kept.milliseconds == 12.0
+    assert "a worker that only decodes" in readings_of([busy]).notes[0]
+
+
+@pytest.mark.parametrize(("isl", "ms"), [(500, 10.0), (1000, 20.0), (2000, 50.0), (3000, 80.0)])
+def test_what_a_prompt_takes_between_and_beyond_the_lengths_that_were_alone(
+    isl: int, ms: float
+) -> None:
+    alone = [Run(n, 11, t, None, 1.0) for n, t in ((500.0, 10.0), (1000.0, 20.0), (2000.0, 50.0))]
+    busy = Run(isl, 101, 0.0, 100.0, 11.0)
+    (found,) = readings_of([*alone, busy]).decode
+    assert found.milliseconds == pytest.approx(100.0 - ms * 10 / 101)
 
 
 # --------------------------------------------------------------------------- AIPerf
@@ -207,6 +217,7 @@ def test_aiperf_json_runs_make_a_profile(tmp_path: Path) -> None:
     for isl in (128, 512, 1024, 4096):
         for clients in (1, 8, 32):
             itl_ms = 6.0 + 0.1 * clients + 1e-5 * clients * (isl + 64)
+            itl_ms += (10.0 + 0.05 * isl) * (clients - 1) / 128  # others' prompts in between
             path = tmp_path / f"{isl}-{clients}.json"
             path.write_text(json.dumps(aiperf_json(isl, 10.0 + 0.05 * isl, itl_ms, clients)))
             files.append(path)
@@ -289,7 +300,9 @@ def test_guidellm_in_every_shape(tmp_path: Path, shape: str) -> None:
     found = read_files([path])
     assert found.tools == ["GuideLLM"]
     assert [(r.tokens, r.milliseconds) for r in found.readings.prefill] == [(512, 30.0)]
-    assert [r.milliseconds for r in found.readings.decode] == [5.0, 9.0]
+    alone, busy = found.readings.decode
+    assert alone.milliseconds == 5.0
+    assert busy.milliseconds == pytest.approx(9.0 - 30.0 * 19 / 101)
     assert found.readings.decode[1].sequences == pytest.approx(18.0)
 
 
