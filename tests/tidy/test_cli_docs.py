@@ -11,7 +11,7 @@ def test_the_page_of_the_command_is_fresh() -> None:
 
 def test_every_command_has_examples() -> None:
     sections = reference().split("\n## ")[1:]
-    assert len(sections) == 24
+    assert len(sections) >= 24
     for section in sections:
         name = section.partition("\n")[0]
         assert section.count(f"\n{name}") >= 2, f"{name}: usage, and an example at least"

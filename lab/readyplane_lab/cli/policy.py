@@ -118,7 +118,7 @@ def set_(
 
 def _wanted(changes: Sequence[str], file: Path | None, *, whole: bool) -> dict[str, Any]:
     if file is None and len(changes) == 1 and _is_file(changes[0]):
-        changes, file = (), Path(changes[0])
+        file, changes = Path(changes[0]), []
     if bool(changes) == (file is not None):
         shown = " ".join([*changes, *(["--file"] if file else [])]) or "nothing"
         raise InvalidField("KEY=VALUE", shown, "give fields, or a FILE")
