@@ -132,6 +132,8 @@ def decide(
         stranded_p=0 if proposal is None else proposal.stranded_p,
         degraded=_degraded(observation),
         rollout=acted.rollout,
+        activations=acted.activations,
+        flips=acted.flips,
         candidates=() if proposal is None else proposal.candidates,
         binding=effect.binding(explained),
         expected=effect.expected(observation, plan, model, pools, seen, acted),
@@ -192,7 +194,9 @@ def _waiting(observation: Observation, pool: Pool) -> list[Reason]:
     """Why orders that were taken have not begun, in the actuator's words (B36)."""
     whys = {a.worker_id: a.reason for a in observation.allocations if a.state == "pending"}
     return [
-        Reason("pending", f"{c.worker_id} has waited {c.age_s:.0f} s: {whys[c.worker_id]}", pool.name)
+        Reason(
+            "pending", f"{c.worker_id} has waited {c.age_s:.0f} s: {whys[c.worker_id]}", pool.name
+        )
         for c in (*pool.coming, *pool.overdue)
         if whys.get(c.worker_id)
     ][:UNPAIRABLE_SAID_MAX]
@@ -252,7 +256,7 @@ def _propose(
         if optimiser is not optimise.size:
             proposal = checked(proposal, problem)
         weighed = optimise.weigh(problem, proposal.p, proposal.d)
-    except Exception as error:  # noqa: BLE001 - whatever an optimiser does, the guard goes on
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it does, the guard goes on
         said.append(Reason("optimiser_failed", f"{type(error).__name__}: {error}"))
         memory = replace(memory, fallbacks=memory.fallbacks + 1, failing=memory.failing + 1)
         if optimiser is not optimise.size and memory.failing > FAILING_MAX:

@@ -37,7 +37,7 @@ class Asked:
         """The checked proposal. Raises NoAnswer."""
         try:
             proposal = checked(self._inner(problem), problem)
-        except Exception as error:  # whatever a foreign optimiser does
+        except (Exception, SystemExit) as error:  # whatever a foreign optimiser does
             self.answer = Answer(error=f"{type(error).__name__}: {error}"[:ERROR_MAX])
             raise NoAnswer(self.answer.error) from error
         self.answer = Answer(proposal)
