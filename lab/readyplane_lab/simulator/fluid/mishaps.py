@@ -107,7 +107,8 @@ class Mishaps:
         match fault:
             case kinds.SignalsStale():
                 self._control.stuck_until_s = now_s + fault.for_s
-            case kinds.SignalsMissing():
+            case kinds.SignalsMissing() | kinds.SignalsDistorted():
+                # No answer of a router is modelled here: a spoilt one counts as none.
                 self._control.blind_until_s = now_s + fault.for_s
             case kinds.SignalOutlier():
                 self._control.outlier = fault.factor
