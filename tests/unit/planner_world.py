@@ -81,6 +81,23 @@ class Box:
     kv: KvFormat = FORMAT
     attached: bool = False
     ends_s: float | None = None
+    told: str = ""
+    told_s: float = 0.0
+    becomes: Role | None = None
+    turned: Role | None = None
+
+    @property
+    def role(self) -> Role:
+        """What it serves now; its allocation stays what was ordered."""
+        return self.turned or self.order.role
+
+    def follow(self, now_s: float) -> None:
+        """Do what it was told, a little later."""
+        if self.told == "activate" and now_s - self.told_s >= 0.5:
+            self.state, self.told = WorkerState.READY, ""
+        if self.told == "flip" and now_s - self.told_s >= 2.0:
+            self.turned, self.state, self.told = self.becomes, WorkerState.READY, ""
+            self.draining_s = None
 
     @property
     def alive(self) -> bool:
@@ -123,6 +140,8 @@ class World:
     provisions: list[Order] = field(default_factory=list)
     drains: list[str] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
+    words: list[tuple[str, str]] = field(default_factory=list)
+    deaf: bool = False
     fences: Fences = field(default_factory=Fences)
     fences_router: Fences = field(default_factory=Fences)
     grace_s: float = 3.0
@@ -135,9 +154,7 @@ class World:
     # ------------------------------------------------------------------ physics
 
     def members(self, role: Role, *states: WorkerState) -> list[Box]:
-        return [
-            b for b in self.boxes.values() if b.alive and b.order.role is role and b.state in states
-        ]
+        return [b for b in self.boxes.values() if b.alive and b.role is role and b.state in states]
 
     def advance(self, dt_s: float) -> None:
         self.clock.now_s += dt_s
@@ -147,7 +164,9 @@ class World:
             if box.alive and box.ends_s is not None and now_s >= box.ends_s:
                 box.exited_s, box.state = now_s, WorkerState.GONE
             if box.alive and box.state is WorkerState.PROVISIONED and now_s >= box.ready_s:
-                box.state = WorkerState.READY
+                box.state = WorkerState.STANDBY if box.order.standby else WorkerState.READY
+            if box.alive and box.told:
+                box.follow(now_s)
         rps, isl, osl, hit = self.rps(t), self.isl(t), self.osl(t), self.hit(t)
         arriving = rps * isl * (1 - hit) * dt_s
         p_workers = self.members(Role.PREFILL, WorkerState.READY)
@@ -184,6 +203,8 @@ class World:
             Role.DECODE, WorkerState.DRAINING
         ):
             lasts_s = 0.5 if box.order.role is Role.PREFILL else 5.0
+            if box.told:
+                continue
             if box.draining_s is not None and now_s - box.draining_s >= lasts_s:
                 box.state, box.exited_s = WorkerState.GONE, now_s
 
@@ -192,7 +213,7 @@ class World:
     def worker(self, box: Box) -> Worker:
         now_s = self.clock.now_s
         order = box.order
-        serves = box.state in {WorkerState.READY, WorkerState.DRAINING, WorkerState.STALLED}
+        serves = box.state not in {WorkerState.PROVISIONED, WorkerState.GONE}
         middle_s = box.allocated_s + 0.2 * (box.ready_s - box.allocated_s)
         progress = StartProgress(
             start_s=box.allocated_s + 0.1 * (box.ready_s - box.allocated_s),
@@ -206,7 +227,7 @@ class World:
             offer=WorkerOffer(
                 worker_id=order.worker_id,
                 incarnation=f"{order.worker_id}/1",
-                role=order.role,
+                role=box.role,
                 model=order.model,
                 worker_class=order.worker_class,
                 generation=order.generation,
@@ -214,6 +235,7 @@ class World:
                 scale_decision_id=order.scale_decision_id,
                 mode=order.mode,
                 attached=box.attached,
+                standby=order.standby,
             ),
             epoch=1,
             state=box.state,
@@ -225,6 +247,7 @@ class World:
                 max_model_len=131_072,
                 profile="h200-slow10",
                 tier=WeightTier.L4_OBJECT,
+                flips=True,
             )
             if serves
             else None,
@@ -236,6 +259,7 @@ class World:
             draining_s=box.draining_s,
             renewed_s=now_s,
             active=box.active,
+            told=box.told,
         )
 
     async def signals(self, model: str = "", *, leader_epoch: int = 0) -> RouterSignals:
@@ -307,6 +331,27 @@ class World:
         self.drains.append(worker_id)
         if box.draining_s is None:
             box.state, box.draining_s = WorkerState.DRAINING, self.clock.now_s
+        return self.worker(box)
+
+    async def activate(self, worker_id: str, **how: Any) -> Worker:
+        return self._tell(worker_id, "activate", how)
+
+    async def flip(self, worker_id: str, *, role: Role, **how: Any) -> Worker:
+        if self.boxes[worker_id].role is not role and not self.boxes[worker_id].told:
+            self.boxes[worker_id].becomes = role
+            self.boxes[worker_id].state = WorkerState.DRAINING
+            self.boxes[worker_id].draining_s = self.clock.now_s
+        return self._tell(worker_id, "flip", how)
+
+    def _tell(self, worker_id: str, kind: str, how: dict[str, Any]) -> Worker:
+        self.fences_router.take(MODEL, how["leader_epoch"])
+        box = self.boxes.get(worker_id)
+        if box is None or not box.alive:
+            raise NotFound("worker", worker_id)
+        self.words.append((kind, worker_id))
+        waits = box.state in {WorkerState.STANDBY, WorkerState.DRAINING}
+        if waits and not box.told and not self.deaf:
+            box.told, box.told_s = kind, self.clock.now_s
         return self.worker(box)
 
     # ------------------------------------------------------------------ actuator

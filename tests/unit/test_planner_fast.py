@@ -10,14 +10,16 @@ import pytest
 
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import Role, WorkerState
-from readyplane_planner.decide import Memory, OpenOrder, Plan, fast
+from readyplane_planner.decide import Decision, Memory, OpenOrder, Plan, fast
 from readyplane_planner.decide.acting import act
+from readyplane_planner.decide.follow import Targets, follow
 from readyplane_planner.decide.pools import census, eta_s, not_draining, quantiles_of
 from readyplane_planner.decide.values import Changing
 from readyplane_planner.guard import Verdict
-from readyplane_planner.policy import make_plan
+from readyplane_planner.journal import replayed
+from readyplane_planner.policy import make_plan, merged
 from readyplane_planner.signals import Allocation, Observation, Priors, Refusal, WorkerView, observe
-from tests.unit.planner_world import DIGEST, MODEL, policy
+from tests.unit.planner_world import DIGEST, MODEL, HandClock, World, planner, policy
 
 P, D = Role.PREFILL, Role.DECODE
 STANDBY, READY, DRAINING = WorkerState.STANDBY, WorkerState.READY, WorkerState.DRAINING
@@ -262,3 +264,104 @@ def test_memory_of_it_survives_the_journal_and_another_clock() -> None:
     back = msgspec.json.decode(msgspec.json.encode(memory.changing), type=tuple[Changing, ...])
     assert back == memory.changing
     assert {c.since_s for c in fast.moved(memory.changing, 7.0)} == {NOW_S + 7.0}
+
+
+class Follows:
+    """Wants so many workers of each pool; the test changes its mind."""
+
+    def __init__(self, prefill: int, decode: int) -> None:
+        self.wanted = (prefill, decode)
+
+    def __call__(
+        self,
+        observation: Observation,
+        plan: Plan,
+        memory: Memory,
+        *,
+        now_s: float,
+        decision_id: str,
+    ) -> tuple[Decision, Memory]:
+        targets = Targets(*self.wanted, "as told")
+        return follow(targets, observation, plan, memory, now_s=now_s, decision_id=decision_id)
+
+
+def states(world: World, role: Role) -> list[str]:
+    return sorted(str(b.state) for b in world.boxes.values() if b.alive and b.role is role)
+
+
+async def test_a_pool_that_grows_takes_its_standby_and_has_another_one_loaded() -> None:
+    wants = Follows(1, 1)
+    wanted = merged(policy(), {"decode": {"standby": 1}})
+    run = await planner(World(HandClock()), wanted, brain=wants)
+    await run.step(10)
+    assert states(run.world, D) == ["ready", "standby"]
+    assert [o.standby for o in run.world.provisions if o.role is D] == [False, True]
+    wants.wanted = (1, 2)
+    await run.step(3)
+    assert [kind for kind, _ in run.world.words] == ["activate"]
+    assert states(run.world, D).count("ready") == 2, "long before a start would be over"
+    assert run.decisions[-1].decode.counts.ready == 2
+    orders = [o for o in run.world.provisions if o.role is D]
+    assert [o.standby for o in orders] == [False, True, True], "nobody was started for the growth"
+    await run.step(10)
+    assert states(run.world, D) == ["ready", "ready", "standby"]
+    assert run.service._memory.changing == () and run.service._memory.orders == ()
+    state = await run.service.state()
+    assert {w["state"] for w in state["workers"]} == {"ready", "standby"}
+    # Fewer are wanted than stand by: the youngest is given back.
+    await run.service.set_policy({"decode": {"standby": 0}}, merge=True)
+    await run.step(8)
+    assert states(run.world, D) == ["ready", "ready"] and not run.world.drains
+
+
+async def test_an_activation_that_was_lost_is_told_again() -> None:
+    wants = Follows(1, 1)
+    run = await planner(
+        World(HandClock()), merged(policy(), {"decode": {"standby": 1}}), brain=wants
+    )
+    await run.step(10)
+    run.world.deaf, wants.wanted = True, (1, 2)
+    await run.step(3)
+    assert len(run.world.words) >= 2 and states(run.world, D).count("ready") == 1
+    run.world.deaf = False
+    await run.step(3)
+    assert states(run.world, D).count("ready") == 2
+    started = [o for o in run.world.provisions if o.role is D and not o.standby]
+    assert len(started) == 1, "told twice, counted once"
+
+
+@pytest.mark.parametrize("flip", [True, False])
+async def test_what_one_pool_gives_up_the_other_one_gets(flip: bool) -> None:
+    wants = Follows(3, 1)
+    run = await planner(World(HandClock()), merged(policy(), {"flip": flip}), brain=wants)
+    await run.step(25)
+    assert states(run.world, P) == ["ready"] * 3
+    started = len(run.world.provisions)
+    wants.wanted = (2, 2)
+    await run.step(5)
+    assert states(run.world, D).count("ready") == (2 if flip else 1)
+    assert len(run.world.provisions) == started + (0 if flip else 1)
+    await run.step(15)
+    assert (states(run.world, P), states(run.world, D)) == (["ready"] * 2, ["ready"] * 2)
+    assert [kind for kind, _ in run.world.words] == (["flip"] if flip else [])
+    counts = run.decisions[-1].decode.counts, run.decisions[-1].prefill.counts
+    assert [c.ready for c in counts] == [2, 2] and not run.world.releases
+    assert run.service._memory.draining == () and run.service._memory.changing == ()
+
+
+async def test_the_decision_replays_with_what_it_told() -> None:
+    wants = Follows(1, 1)
+    run = await planner(
+        World(HandClock()), merged(policy(), {"decode": {"standby": 1}}), brain=wants
+    )
+    await run.step(10)
+    wants.wanted = (1, 2)
+    await run.step(2)
+    record = next(r for r in await run.journal.newest(MODEL, limit=9) if r.document["activations"])
+    assert "1 activated" in record.summary
+    whole, _outcomes = await run.journal.get(record.decision_id)
+    decision, memory, _ = replayed(whole, brain=wants)
+    assert [a.worker_id for a in decision.activations] == [
+        a["worker_id"] for a in record.document["activations"]
+    ]
+    assert [c.kind for c in memory.changing] == ["activate"]

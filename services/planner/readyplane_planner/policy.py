@@ -61,7 +61,9 @@ class SloPolicy(_Strict):
 class PoolPolicy(_Strict):
     """One pool: bounds in workers, the class that is started, and its profile (name or file).
 
-    `spare`: workers kept beyond the need, for those that may be lost. `classes`: where there are
+    `spare`: workers kept beyond the need, for those that may be lost. `standby`: workers kept loaded
+    and proved beside the pool, which serve within a second when it grows; they are paid for and are
+    not among `max`. `classes`: where there are
     several; the pool is sized in workers of `worker_class`, which is one of them, the first by default.
     """
 
@@ -69,6 +71,7 @@ class PoolPolicy(_Strict):
     max: int = Field(default=8, ge=0, le=WORKERS_MAX)
     spare: int = Field(default=0, ge=0, le=WORKERS_MAX)
     fallback: int = Field(default=0, ge=0, le=WORKERS_MAX)
+    standby: int = Field(default=0, ge=0, le=WORKERS_MAX)
     worker_class: str = Field(default="h200", min_length=1)
     profile: str = Field(default="h200-llama8b-fp8", min_length=1)
     classes: list[ClassPolicy] = Field(default_factory=list)
@@ -206,7 +209,8 @@ class Policy(_Strict):
         manifest: tag, digest or model name of the artifact that new workers serve; empty is the
             model's name. catch_up_s: a backlog is cleared within that time once capacity is there.
         handover_s: what every request pays between P and D. min_ready_s: a worker serves that long
-            before it may be drained. warm_worker_s: its speed is not learned from before that.
+            before it may be drained. flip: where one pool shrinks while the other
+            grows, workers change the stage, if their engine can, instead of ending and starting. warm_worker_s: its speed is not learned from before that.
         eta_bound_factor: a start is given up after so many P99 of T_ready. orphan_s: an allocation
             without a lease is given back after that. backoff_s: first pause after a failed start.
         start_mode: `auto` takes, for each start, what costs least over its expected life. nodes: where
@@ -229,6 +233,7 @@ class Policy(_Strict):
     catch_up_s: Positive = 10.0
     handover_s: Seconds = 0.05
     min_ready_s: Seconds = 10.0
+    flip: bool = False
     warm_worker_s: Seconds = 60.0
     eta_bound_factor: float = Field(default=3.0, ge=1.0, le=100.0)
     orphan_s: Seconds = 15.0
@@ -363,6 +368,7 @@ def make_plan(
         actual_count_min=policy.load.samples_min,
         actual_window_s=policy.load.window_s,
         min_ready_s=policy.min_ready_s,
+        flip=policy.flip,
         warm_worker_s=policy.warm_worker_s,
         eta_bound_factor=policy.eta_bound_factor,
         orphan_s=policy.orphan_s,
@@ -422,6 +428,7 @@ def _pool(
         classes=class_plans(pool.classes, most=pool.max),
         spare=pool.spare,
         fallback=pool.fallback,
+        standby=pool.standby,
     )
 
 

@@ -16,7 +16,9 @@ from readyplane_planner.decide.mixing import Choice, Pick
 from readyplane_planner.decide.pools import Pool, arrives_soon
 from readyplane_planner.decide.values import (
     POOLS,
+    Activation,
     Drain,
+    Flip,
     Memory,
     OpenOrder,
     Plan,
@@ -43,6 +45,8 @@ class Acted:
     drains: list[Drain]
     releases: list[Release]
     rollout: Told
+    activations: tuple[Activation, ...] = ()
+    flips: tuple[Flip, ...] = ()
 
 
 def act(
@@ -68,11 +72,14 @@ def act(
     memory = replace(memory, generation=turn.generation, rollout=turn.state)
     reasons.extend(Reason("rollout", line) for line in step.said)
     acted = Acted(memory, verdicts, [], [], [], turn.told)
+    quick = fast.shortcuts(pools, verdicts, plan, digest=step.grow.digest, rolling=step.owns)
+    acted.activations, acted.flips = quick.activations, quick.flips
+    reasons.extend(quick.said)
     done: list[Verdict] = []
     for place, (pool, verdict) in enumerate(zip(pools, verdicts, strict=True)):
         if not plan.paused:
             acted.releases.extend(pool.releases)
-        grow, shrink = verdict.grow, verdict.shrink
+        grow, shrink = verdict.grow - quick.came[place], verdict.shrink - quick.went[place]
         if grow and not (plan.manifest_digest and step.grow.digest):
             reasons.append(Reason("artifact_unknown", "no artifact to start from", pool.name))
             grow = 0
@@ -87,6 +94,7 @@ def act(
             Release(worker_id, pool.name, "its generation is rolled back")
             for worker_id in step.cancel[place]
         )
+        _keep_standbys(acted, pools, place, step.grow, plan, decision_id, reasons, now_s=now_s)
         quantiles = observation.t_ready[pool.name]
         wanted = 0 if step.owns else shrink
         parts = _by_class(pool, chosen[place].gives, wanted)
@@ -96,14 +104,52 @@ def act(
         given_up += _give_up(acted, pool, 0, step.retire[place], plan, quantiles, reasons)
         if step.owns:
             # Who goes while generations are mixed is the roll-out's choice, in its own time.
-            done.append(Verdict(verdict.target, grow, shrink, verdict.reasons))
+            done.append(Verdict(verdict.target, grow + quick.came[place], shrink, verdict.reasons))
             continue
         # What could not be given up is still there and wanted as long as it is.
         target = verdict.target + max(0, shrink - given_up)
+        grow, given_up = grow + quick.came[place], given_up + quick.went[place]
         done.append(Verdict(target, grow, given_up, verdict.reasons))
     acted.verdicts = (done[0], done[1])
     acted.memory = _remember(acted, observation, pools, plan, now_s=now_s)
+    acted.memory = fast.noted(acted.memory, acted.activations, acted.flips, now_s=now_s)
     return acted
+
+
+def _keep_standbys(
+    acted: Acted,
+    pools: Both,
+    place: int,
+    generation: Generation,
+    plan: Plan,
+    decision_id: str,
+    reasons: list[Reason],
+    *,
+    now_s: float,
+) -> None:
+    """As many standbys as the policy wants: loaded ahead, in place of those that now serve."""
+    pool = pools[place]
+    mine = plan.pool(pool.name)
+    used = {a.worker_id for a in acted.activations}
+    wanted = 0 if plan.paused else mine.standby
+    kept = [w for w in pool.standby if w.worker_id not in used]
+    missing = wanted - len(kept) - len(pool.preparing)
+    if missing > 0 and plan.manifest_digest and generation.digest:
+        missing = min(missing, mine.limits.pending_max - len(pool.preparing))
+        missing = 0 if now_s < acted.memory.guard(pool.name).retry_s else max(0, missing)
+        if plan.budget_gpus is not None and mine.limits.gpus:
+            held = sum(mixing.gpus_held(p, plan) for p in pools)
+            held += sum(plan.pool(o.pool).limits.gpus for o in acted.orders)
+            missing = min(missing, max(0, (plan.budget_gpus - held) // mine.limits.gpus))
+        picks = mixing.plain(plan, pool.name).picks(missing)
+        if picks:
+            reasons.append(Reason("standby", f"{len(picks)} more to stand by", pool.name))
+        _order(
+            acted, pool.name, picks, generation, plan, decision_id, [], now_s=now_s, standby=True
+        )
+    elif missing < 0 and not plan.paused:
+        for name in fast.too_many(pool, -missing, used):
+            acted.releases.append(Release(name, pool.name, "more stand by than the policy wants"))
 
 
 def _surge(
@@ -135,6 +181,7 @@ def _order(
     reasons: list[Reason],
     *,
     now_s: float,
+    standby: bool = False,
 ) -> None:
     memory = acted.memory
     suffix = decision_id.rpartition("-")[2]
@@ -153,6 +200,7 @@ def _order(
             convertible_tpot_s=plan.pool(name).convertible_tpot_s,
             nodes=pick.nodes,
             why="; ".join(why for why in (pick.why, pick.way) if why),
+            standby=standby,
         )
         if pick.way:
             reasons.append(Reason("node", f"{worker_id} would serve on {pick.way}", name))
@@ -166,6 +214,7 @@ def _order(
             start.mode,
             start.manifest_digest,
             start.generation,
+            standby,
         )
         memory = replace(memory, orders=(*memory.orders, order))
     acted.memory = memory
@@ -291,7 +340,8 @@ def _remember(
     turns = {name for name, c in fast.changes(observation, memory).items() if c.kind == fast.FLIP}
     alive = {w.worker_id for w in observation.workers}
     held = {a.worker_id for a in observation.allocations if a.state not in {"exited", "failed"}}
-    closed, left = ready | lost, alive | held
+    closed = ready | lost | {w.worker_id for p in pools for w in p.standby}
+    left = alive | held
     orders = tuple(o for o in memory.orders if o.worker_id not in closed)
     draining = {
         worker_id: since

@@ -7,8 +7,9 @@ these give into its Decision, and `noted` into its Memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import WorkerState
@@ -19,8 +20,13 @@ from readyplane_planner.decide.values import (
     Flip,
     Memory,
     Plan,
+    Reason,
 )
+from readyplane_planner.guard import Verdict
 from readyplane_planner.signals import Observation, WorkerView
+
+if TYPE_CHECKING:
+    from readyplane_planner.decide.pools import Pool
 
 ACTIVATE, FLIP = "activate", "flip"
 ACTIVATE_S_MAX = 30.0
@@ -70,6 +76,75 @@ def flips(ready: Iterable[WorkerView], count: int, pool: str, plan: Plan) -> tup
         )
         for w in ranked[: max(0, count)]
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Shortcuts:
+    """What need not be started because it is nearly there.
+
+    Attributes:
+        came, went: workers of (P, D) that a pool gains, loses by it.
+    """
+
+    activations: tuple[Activation, ...] = ()
+    flips: tuple[Flip, ...] = ()
+    came: tuple[int, int] = (0, 0)
+    went: tuple[int, int] = (0, 0)
+    said: tuple[Reason, ...] = ()
+
+
+def shortcuts(
+    pools: tuple[Pool, Pool],
+    verdicts: tuple[Verdict, Verdict],
+    plan: Plan,
+    *,
+    digest: str,
+    rolling: bool,
+) -> Shortcuts:
+    """Of what the pools grow by: first who stands by, then who is not needed in the other stage.
+
+    Args:
+        digest: artifact of new workers; a standby of another one is left alone.
+        rolling: generations are mixed: nobody changes the stage meanwhile.
+    """
+    if plan.paused:
+        return Shortcuts()
+    came, went = [0, 0], [0, 0]
+    told: list[Activation] = []
+    turned: list[Flip] = []
+    said: list[Reason] = []
+    for place, (pool, verdict) in enumerate(zip(pools, verdicts, strict=True)):
+        fitting = [w for w in pool.standby if w.manifest_digest == digest]
+        mine = activations(fitting, verdict.grow, pool.name)
+        told.extend(mine)
+        came[place] += len(mine)
+        if mine:
+            text = f"{len(mine)} standbys serve: {', '.join(a.worker_id for a in mine)}"
+            said.append(Reason("activated", text, pool.name))
+    for place in (0, 1) if plan.flip and not rolling else ():
+        giver, taker = pools[place], 1 - place
+        if plan.prefill.worker_class != plan.decode.worker_class:
+            break
+        count = min(verdicts[place].shrink, verdicts[taker].grow - came[taker])
+        current = [w for w in giver.ready if w.manifest_digest == digest]
+        theirs = flips(current, count, giver.name, plan)
+        turned.extend(theirs)
+        came[taker] += len(theirs)
+        went[place] += len(theirs)
+        if theirs:
+            text = f"{', '.join(f.worker_id for f in theirs)} will serve {pools[taker].name}"
+            said.append(Reason("flipped", text, giver.name))
+    return Shortcuts(
+        tuple(told), tuple(turned), (came[0], came[1]), (went[0], went[1]), tuple(said)
+    )
+
+
+def too_many(pool: Pool, count: int, used: Container[str]) -> list[str]:
+    """Of the standbys and those that are to become one: the youngest, who are paid for least."""
+    young = sorted(pool.preparing, key=lambda c: (c.age_s, c.worker_id))
+    old = sorted(pool.standby, key=lambda w: (w.generation, w.standby_age_s or 0.0, w.worker_id))
+    names = [c.worker_id for c in young] + [w.worker_id for w in old if w.worker_id not in used]
+    return names[:count]
 
 
 def noted(

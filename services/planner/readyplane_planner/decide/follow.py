@@ -161,6 +161,8 @@ def follow(
         releases=tuple(acted.releases),
         why=tuple(said),
         rollout=acted.rollout,
+        activations=acted.activations,
+        flips=acted.flips,
     )
     return decision, memory
 

@@ -46,6 +46,7 @@ class PoolPlan:
     Attributes:
         classes: that may be started, where there are several; the others are counted in workers of
             `worker_class`. spare: workers kept beyond the need, for those that may be lost.
+            standby: workers kept loaded beside the pool.
         convertible_tpot_s: above 0, new workers also take prompts in short chunks, between
             iterations that keep this time per output token.
     """
@@ -57,6 +58,7 @@ class PoolPlan:
     classes: tuple[ClassPlan, ...] = ()
     spare: int = 0
     fallback: int = 0
+    standby: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -124,6 +126,7 @@ class Plan:
     paused: bool = False
     fallback_after: int = 10
     hand_hold_s: float = 0.0
+    flip: bool = False
     digest: str = ""
 
     def pool(self, name: str) -> PoolPlan:
