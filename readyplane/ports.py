@@ -292,13 +292,15 @@ class GenerationSignals:
 
     Attributes:
         finished_total: with all tokens. attained_total: of those, with both targets met.
-        failed_total: legs that a worker of it failed, or took along when it went.
+        failed_total: legs that a worker of it failed, or took along when it went, and requests that
+            were given up after waiting too long. late_requests: under way now and late already.
     """
 
     manifest_digest: str
     finished_total: int = 0
     attained_total: int = 0
     failed_total: int = 0
+    late_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -983,12 +983,17 @@ class GenerationSignals(google.protobuf.message.Message):
     FINISHED_TOTAL_FIELD_NUMBER: builtins.int
     ATTAINED_TOTAL_FIELD_NUMBER: builtins.int
     FAILED_TOTAL_FIELD_NUMBER: builtins.int
+    LATE_REQUESTS_FIELD_NUMBER: builtins.int
     manifest_digest: builtins.str
     finished_total: builtins.int
     attained_total: builtins.int
     """Of the finished: both targets met."""
     failed_total: builtins.int
-    """Legs that a worker of this generation failed, or took along when it went."""
+    """Legs that a worker of this generation failed, or took along when it went, and requests that
+    were given up after waiting too long.
+    """
+    late_requests: builtins.int
+    """Gauge: under way and late already, so that they can hardly meet both targets."""
     def __init__(
         self,
         *,
@@ -996,8 +1001,9 @@ class GenerationSignals(google.protobuf.message.Message):
         finished_total: builtins.int = ...,
         attained_total: builtins.int = ...,
         failed_total: builtins.int = ...,
+        late_requests: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attained_total", b"attained_total", "failed_total", b"failed_total", "finished_total", b"finished_total", "manifest_digest", b"manifest_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attained_total", b"attained_total", "failed_total", b"failed_total", "finished_total", b"finished_total", "late_requests", b"late_requests", "manifest_digest", b"manifest_digest"]) -> None: ...
 
 Global___GenerationSignals: typing_extensions.TypeAlias = GenerationSignals
 

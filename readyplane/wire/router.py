@@ -396,6 +396,7 @@ def model_signals_to_proto(signals: ModelSignals) -> pb.ModelSignals:
                 finished_total=g.finished_total,
                 attained_total=g.attained_total,
                 failed_total=g.failed_total,
+                late_requests=g.late_requests,
             )
             for g in signals.generations
         ],
@@ -418,7 +419,13 @@ def model_signals_from_proto(message: pb.ModelSignals) -> ModelSignals:
     }
     rows = tuple(flat[i : i + width] for i in range(0, len(flat), width))
     generations = tuple(
-        GenerationSignals(g.manifest_digest, g.finished_total, g.attained_total, g.failed_total)
+        GenerationSignals(
+            g.manifest_digest,
+            g.finished_total,
+            g.attained_total,
+            g.failed_total,
+            g.late_requests,
+        )
         for g in message.generations
     )
     return ModelSignals(

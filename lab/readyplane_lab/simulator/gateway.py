@@ -29,6 +29,7 @@ STREAM_SLACK = 4.0
 # A gateway tells of progress every 256 tokens; here it is told only of streams that last.
 PROGRESS_TOKENS = 512
 PROGRESS_EVERY_S = 10.0
+PACE_EVERY_S = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,12 @@ class Record:
 
 
 class SimGateway:
-    """Serves one model."""
+    """Serves one model.
+
+    Args:
+        tells_pace: how fast each stream really goes is told, as a gateway does; costs events, and
+            matters only where some engines are slower than their class.
+    """
 
     def __init__(
         self,
@@ -62,6 +68,7 @@ class SimGateway:
         kv_bytes_per_token: int,
         clock: Clock,
         block_size: int = BLOCK_SIZE,
+        tells_pace: bool = False,
     ) -> None:
         self.records: list[Record] = []
         self.open = 0
@@ -72,6 +79,7 @@ class SimGateway:
         self._kv_bytes_per_token = kv_bytes_per_token
         self._clock = clock
         self._block_size = block_size
+        self._tells_pace = tells_pace
         self._links = SharedLinks(link, clock)
 
     async def serve(self, request: WorkloadRequest) -> None:
@@ -204,16 +212,27 @@ class SimGateway:
     async def _streamed(self, pair: Pair, leg: Leg, first_s: float) -> Finished:
         """The end of a stream; a long one tells the router that it goes on, or it is given up."""
         last = leg.request.output_tokens - 1
-        while last >= PROGRESS_TOKENS:
-            done, _ = await asyncio.wait((leg.finished,), timeout=PROGRESS_EVERY_S)
+        every_s = PACE_EVERY_S if self._tells_pace else PROGRESS_EVERY_S
+        while last >= PROGRESS_TOKENS or self._tells_pace:
+            done, _ = await asyncio.wait((leg.finished,), timeout=every_s)
             if done:
                 break
             elapsed_s = self._clock.monotonic_s() - first_s
-            emitted = min(last, 1 + int(elapsed_s / max(pair.predicted_tpot_s, 1e-3)))
+            pace_s = self._pace_s(pair) if self._tells_pace else pair.predicted_tpot_s
+            emitted = min(last, 1 + int(elapsed_s / max(pace_s, 1e-3)))
             await self._tell(
                 RequestEvent(pair.reservation_id, EventKind.PROGRESS, output_tokens=emitted)
             )
         return await leg.finished
+
+    def _pace_s(self, pair: Pair) -> float:
+        """Seconds for a token on the decode worker, as it runs now."""
+        worker = self._workers.get(pair.decode.worker_id)
+        if worker is None:
+            return pair.predicted_tpot_s
+        stats = worker.engine.model.stats()
+        kv_tokens = float(stats.kv_used_blocks * self._block_size)
+        return worker.engine.profile.iteration_s(float(max(1, stats.running)), kv_tokens)
 
     async def _finished(
         self,

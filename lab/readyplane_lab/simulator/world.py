@@ -157,6 +157,7 @@ class World:
             kv_bytes_per_token=self.classes[self.policy.prefill.worker_class].kv_bytes_per_token,
             clock=self.clock,
             block_size=options.block_size,
+            tells_pace=any(getattr(f, "slowness", 1.0) != 1.0 for f in options.faults),
         )
         self._broken: asyncio.Future[Any] = loop.create_future()
         self._tasks: list[asyncio.Task[Any]] = []
@@ -192,7 +193,10 @@ class World:
         if order.worker_class not in self.classes:
             remedy = f"name its profile in WorldOptions.classes; known: {', '.join(self.classes)}"
             raise NotFound("worker class", order.worker_class, remedy)
-        profile = self.artifacts.run_by(self.classes[order.worker_class], order.manifest_digest)
+        known = self.classes[order.worker_class]
+        profile = self.artifacts.run_by(known, order.manifest_digest)
+        if order.mode is StartMode.EAGER:
+            profile = profile.eager
         takes_both = order.convertible_tpot_s > 0
         # Only such starts count among those of their pool: they are what all policies have.
         plain = how in (Begin.COLD, Begin.FIRST)
@@ -202,7 +206,7 @@ class World:
             order,
             site=self._site,
             profile=convertible.engine_profile(profile) if takes_both else profile,
-            told=self.told[order.worker_class] if takes_both else None,
+            told=self.told[order.worker_class] if takes_both else known,
             role=Role.BOTH if takes_both else order.role,
             start=(*kind, self._starts[kind]),
             account=self.ledger.open(str(order.role), profile.gpus),

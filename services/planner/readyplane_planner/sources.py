@@ -194,7 +194,13 @@ def router_sample(signals: RouterSignals, model: str, *, taken_s: float) -> Rout
         latency={name: _latency(getattr(part, name)) for name in LATENCIES},
         length_counts=part.length_counts,
         generations=tuple(
-            GenerationEnds(g.manifest_digest, g.finished_total, g.attained_total, g.failed_total)
+            GenerationEnds(
+                g.manifest_digest,
+                g.finished_total,
+                g.attained_total,
+                g.failed_total,
+                g.late_requests,
+            )
             for g in part.generations
         ),
         workers=tuple(w for w in signals.fleet.workers.values() if w.offer.model == model),

@@ -12,7 +12,7 @@ import msgspec
 
 from readyplane.core.errors import InvalidField, NoPair, Overloaded, ReadyplaneError
 from readyplane.core.work import RequestEvent, RequestShape
-from readyplane.ports import End, GenerationSignals, LatencyWindow, ModelSignals, Pair
+from readyplane.ports import End, LatencyWindow, ModelSignals, Pair
 from readyplane_router.bookings import Held
 from readyplane_router.desk import Desk
 from readyplane_router.pair import Seat, Wait
@@ -156,9 +156,6 @@ def model_signals(desk: Desk, now_s: float) -> ModelSignals:
         ),
         decoding_kv_tokens=sum([h.isl + h.emitted for h in decoding]),
         length_counts=desk.lengths.snapshot(),
-        generations=tuple(
-            GenerationSignals(digest, ends.finished, ends.attained, ends.failed)
-            for digest, ends in desk.generations.snapshot()
-        ),
+        generations=desk.ends_by_generation(now_s=now_s),
         **windows,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from readyplane.core.work import RequestEvent, RequestShape
+from readyplane.core.work import RequestEvent, RequestShape, Slo
 from readyplane.core.worker import Role
 from readyplane.ports import Pair
 from readyplane_router import circuit
@@ -20,6 +20,8 @@ from readyplane_router.signals import Correction
 
 FREEZE_AFTER_CHANGE_S = 5.0
 PREFILL_SIDE, DECODE_SIDE = 0, 1
+LATE_S, LATE_FACTOR = 1.0, 1.25
+"""Tokens are told of in batches: so much later than the target a request is called late."""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,19 @@ class Held:
     in_store: bool = False
     first_token_seen: bool = False
     pair: Pair | None = None
+    slo: Slo | None = None
+    first_token_s: float | None = None
+
+    def late(self, now_s: float) -> bool:
+        """Whether it can hardly meet its targets any more: no first token in time, or tokens that
+        come too slowly, as far as was told of it.
+        """
+        if self.slo is None:
+            return False
+        if self.first_token_s is None:
+            return now_s - (self.sent_s - self.waited_s) > self.slo.ttft_s
+        told_s = self.heard_s - self.first_token_s
+        return told_s > LATE_S + LATE_FACTOR * self.slo.tpot_s * self.emitted
 
     @property
     def local(self) -> bool:
@@ -165,6 +180,7 @@ class Bookings:
             waited_s,
             now_s,
             now_s,
+            slo=shape.slo or self.policy.pair.slo,
         )
         self.held[reservation_id] = held
         self._picks += 1

@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import asyncio
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from readyplane.core.errors import NoCompatiblePair, NoPair, Overloaded, PromptTooLong
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, sequence_hashes
-from readyplane.ports import Pair
+from readyplane.ports import GenerationSignals, Pair
 from readyplane_router.bookings import PREFILL_SIDE, Bookings, Held, Owed, busy
 from readyplane_router.ends import Ends
 from readyplane_router.pair import Ask, Chosen, Shed, Wait, decide
 from readyplane_router.policy import RouterPolicy
-from readyplane_router.signals import Correction, Counters, Generations, Lengths, Window
+from readyplane_router.signals import (
+    Correction,
+    Counters,
+    Generations,
+    Lengths,
+    Outcomes,
+    Window,
+)
 from readyplane_router.store import ALL_SIDES
 
 RETRY_AFTER_MAX_S = 30.0
@@ -368,6 +376,16 @@ class Desk(Bookings):
 
     # ------------------------------------------------------------------------ events
 
+    def ends_by_generation(self, *, now_s: float) -> tuple[GenerationSignals, ...]:
+        """How requests of each generation ended, and how many under way are late already."""
+        late = Counter(h.decode.kv.model_digest for h in self.held.values() if h.late(now_s))
+        told = dict(self.generations.snapshot())
+        return tuple(
+            GenerationSignals(digest, found.finished, found.attained, found.failed, late[digest])
+            for digest in sorted({*told, *late})
+            for found in (told.get(digest) or Outcomes(),)
+        )
+
     def event(self, event: RequestEvent, owed: Owed, *, now_s: float) -> bool:
         """One fact about a reserved request; False when the reservation is not known here."""
         held = self.held.get(event.reservation_id)
@@ -391,6 +409,9 @@ class Desk(Bookings):
             self._finish(held, event, now_s)
             owed.releases.append((event.reservation_id, ALL_SIDES))
         else:
+            # Whoever leaves after waiting too long has been failed by whom it waited for.
+            if kind is EventKind.ABORTED and held.late(now_s):
+                self.generations.of(held.decode.kv.model_digest).failed += 1
             self.drop(event.reservation_id, now_s=now_s)
             if kind is EventKind.LEG_FAILED:
                 self.leg_failed(event, now_s=now_s)
@@ -415,7 +436,7 @@ class Desk(Bookings):
         self._prefill_done(held, owed, now_s)
         if held.first_token_seen:
             return
-        held.first_token_seen = True
+        held.first_token_seen, held.first_token_s = True, now_s
         self._read_over(held)
         self._succeeded(held.decode)
         if not held.local:

@@ -44,6 +44,7 @@ def turn(
         tallies=None
         if told is None
         else {w.digest: Tally(w.finished, w.attained, w.failed) for w in told},
+        late=None if told is None else {w.digest: w.late for w in told},
         start_s=max(starts_s),
         drain_s=plan.drain_deadline_s + plan.orphan_s,
         tick_s=plan.tick_s,

@@ -162,6 +162,8 @@ def _watched(state: Rollout, seen: _Seen) -> tuple[Rollout, Finding | None]:
     idle_since_s = (now_s if idle_since_s is None else idle_since_s) if facts.idle else None
     goal = state.goal.digest
     evidence = health.gather(state.evidence, facts.tallies, goal, rules, now_s=now_s)
+    if facts.late is not None:
+        evidence = replace(evidence, late=facts.late.get(goal, 0))
     failures = [
         0 if side.came else before + side.failed
         for before, side in zip(state.failures, seen.sides, strict=True)

@@ -77,7 +77,7 @@ def gather(
 
 def renewed(evidence: Evidence) -> Evidence:
     """Nothing is known of the new generation any more; of the others what is known stays."""
-    return replace(evidence, new_now=Tally(), new_past=Tally(), since_s=None)
+    return replace(evidence, new_now=Tally(), new_past=Tally(), since_s=None, late=0)
 
 
 def swapped(evidence: Evidence) -> Evidence:
@@ -94,17 +94,20 @@ def judge(evidence: Evidence, rules: Rules, *, promised: float) -> Finding:
     below `rollback_below` times the old one.
     """
     new = evidence.new_now + evidence.new_past
-    if new.ended < max(1, rules.samples_min):
-        text = f"{new.ended} of {rules.samples_min} requests of the new generation have ended"
-        return Finding(Health.UNKNOWN, text, None, evidence.baseline, new.ended)
-    share = new.attained / new.ended
+    # Whoever is too late already is a miss now: a slow generation must not be judged by its slowness
+    # to end anything.
+    samples = new.ended + evidence.late
+    if samples < max(1, rules.samples_min):
+        text = f"{samples} of {rules.samples_min} requests of the new generation have ended"
+        return Finding(Health.UNKNOWN, text, None, evidence.baseline, samples)
+    share = new.attained / samples
     old = promised if evidence.baseline is None else evidence.baseline
     of = "promised" if evidence.baseline is None else "attained by the old one"
-    text = f"{share:.1%} of {new.ended} requests attained, {old:.1%} {of}"
-    if new.failed:
-        text += f", {new.failed} failed"
-    bad = _upper(new.attained, new.ended) < rules.rollback_below * old
-    return Finding(Health.UNHEALTHY if bad else Health.HEALTHY, text, share, old, new.ended)
+    text = f"{share:.1%} of {samples} requests attained, {old:.1%} {of}"
+    if new.failed or evidence.late:
+        text += f", {new.failed} failed, {evidence.late} are late"
+    bad = _upper(new.attained, samples) < rules.rollback_below * old
+    return Finding(Health.UNHEALTHY if bad else Health.HEALTHY, text, share, old, samples)
 
 
 def _upper(good: int, of: int) -> float:

@@ -92,6 +92,7 @@ class Evidence:
 
     Two halves: `*_now` is being filled, `*_past` is the one before. `since_s`: of the newer half.
     `baseline`: the share that the other generations attained when they last had enough samples.
+    `late`: requests that the new one has under way and that are too late already.
     """
 
     new_now: Tally = Tally()
@@ -100,6 +101,7 @@ class Evidence:
     old_past: Tally = Tally()
     since_s: float | None = None
     baseline: float | None = None
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,8 @@ class Facts:
         hold: somebody else decides (the policy is paused, another planner leads).
         known: fleet and allocations are fresh; without that nobody goes.
         orders: whether the actuator can be asked. idle: known to have no demand.
-        tallies: ends since the last tick by artifact; None when not known.
+        tallies: ends since the last tick by artifact, late: requests under way that are too late
+            already; None when not known.
         start_s: bound of a start; drain_s: of a drain; tick_s: between two ticks. room_gpus: free in the budget, None for any.
     """
 
@@ -212,6 +215,7 @@ class Facts:
     orders: bool = True
     idle: bool = False
     tallies: Mapping[str, Tally] | None = None
+    late: Mapping[str, int] | None = None
     start_s: float = 0.0
     drain_s: float = 0.0
     tick_s: float = 1.0

@@ -93,8 +93,8 @@ def generations(
         )
         if min(grown) < 0:
             return None  # a counter that went back tells nothing (B15)
-        if any(grown):
-            found.append(GenerationEnds(now.digest, *grown))
+        if any(grown) or now.late:
+            found.append(GenerationEnds(now.digest, *grown, now.late))
     return tuple(found)
 
 

@@ -68,13 +68,15 @@ class GenerationEnds:
 
     Attributes:
         digest: artifact of the pair that served them. finished: with all their tokens. attained: of
-            those, with both targets met. failed: lost by a worker of that generation.
+            those, with both targets met. failed: lost by a worker of that generation. late: under way
+            now, and too late already.
     """
 
     digest: str
     finished: int = 0
     attained: int = 0
     failed: int = 0
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
