@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +20,8 @@ from readyplane_planner.capacity import (
     Correction,
     correct,
 )
-from tests.unit.planner_world import PROFILE, Box, HandClock, Run, World, planner, policy
+from readyplane_planner.journal import decode_inputs, replay
+from tests.unit.planner_world import MODEL, PROFILE, Box, HandClock, Run, World, planner, policy
 
 UNKNOWN = {"profile": "unknown"}
 
@@ -131,6 +134,27 @@ async def test_it_advises_first_and_acts_on_what_it_has_learned() -> None:
     assert not any("advice only" in r.text for r in late.why)
     assert late.decode.wanted == 4, "by what its workers say they hold, not by the KV assumed"
     assert early.decode.wanted >= late.decode.wanted
+
+
+async def test_decisions_replay_with_the_profile_that_they_were_made_with(tmp_path: Path) -> None:
+    """The journal holds the profile whole: its mark, its fit and its points."""
+    fit = {"decode": {"error": 0.02, "worst": 0.1, "held_out": 9, "points": 9}}
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({**PROFILE.document(), "fit": fit}))
+    world = World(HandClock(), rps=lambda _t: 6.0)
+    run = await planner(
+        world, policy(prefill={"profile": str(file)}, decode=UNKNOWN), sample_every_s=5.0
+    )
+    await run.step(30)
+    file.write_text("{}")
+    records = await run.journal.newest(MODEL, limit=50)
+    assert len(records) > 4
+    by_id = {d.decision_id: d for d in run.decisions}
+    for record in records:
+        full, _ = await run.journal.get(record.decision_id)
+        assert replay(full) == by_id[record.decision_id]
+        plan = decode_inputs(full.inputs).plan
+        assert plan.prefill.profile.fit[0].worst == 0.1 and not plan.decode.profile.measured
 
 
 async def test_the_floor_is_held_though_nothing_was_measured() -> None:
