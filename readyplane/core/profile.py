@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from math import fsum, isfinite
@@ -113,6 +113,12 @@ class ClassProfile:
             "slow_factor": self.slow_factor,
             **more,
         }
+
+    @cached_property
+    def eager(self) -> ClassProfile:
+        """What a worker does that was started eagerly, under a name of its own."""
+        slow_factor = self.slow_factor * self.eager_factor
+        return replace(self, name=f"{self.name}-eager", slow_factor=slow_factor)
 
     @cached_property
     def digest(self) -> str:

@@ -14,10 +14,12 @@ FAST = {"h200": "h200-llama8b-fp8"}
 
 
 class OfClass:
-    """Orders what another brain orders, of one class."""
+    """Orders what another brain orders, of one class and in one mode."""
 
-    def __init__(self, worker_class: str, *steps: tuple[float, int, int]) -> None:
-        self._class = worker_class
+    def __init__(
+        self, worker_class: str, *steps: tuple[float, int, int], mode: str = "jit"
+    ) -> None:
+        self._class, self._mode = worker_class, mode
         self._brain = Fixed(*steps)
 
     def __call__(
@@ -32,7 +34,9 @@ class OfClass:
         decision, after = self._brain(
             observation, plan, memory, now_s=now_s, decision_id=decision_id
         )
-        orders = tuple(replace(order, worker_class=self._class) for order in decision.orders)
+        orders = tuple(
+            replace(order, worker_class=self._class, mode=self._mode) for order in decision.orders
+        )
         return replace(decision, orders=orders), after
 
 
@@ -61,3 +65,19 @@ def test_a_class_without_a_profile_is_refused() -> None:
     result = world(OfClass("b300", (0.0, 2, 1)), steady(1.0), initial=(1, 1))
     assert len(result.lives) == 2
     assert result.counts["orders_refused"] >= 1
+
+
+def test_an_eager_start_is_sooner_and_its_worker_slower() -> None:
+    """R13.1: and the router takes it for what it is, so that its predictions hold."""
+    ready_s: dict[str, float] = {}
+    ttft_s: dict[str, float] = {}
+    for mode in ("jit", "eager"):
+        brain = OfClass("h200-slow10", (0.0, 1, 1), (2.0, 2, 1), mode=mode)
+        result = world(brain, steady(2.0), initial=(1, 1))
+        added = next(w for w in result.lives if w.decision_id)
+        assert added.ready_s is not None
+        ready_s[mode] = added.ready_s - added.allocated_s
+        late = [r.ttft_s for r in result.records if r.at_s > 15.0 and r.ttft_s is not None]
+        ttft_s[mode] = sum(late) / len(late)
+    assert ready_s["eager"] < 0.8 * ready_s["jit"]
+    assert ttft_s["eager"] > ttft_s["jit"]

@@ -24,7 +24,7 @@ from readyplane.core.errors import (
 )
 from readyplane.core.identity import KvFormat
 from readyplane.core.profile import ClassProfile
-from readyplane.core.startup import Segment, SegmentName, WeightTier
+from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
 from readyplane.core.worker import CheckResult, Lease, Role, Serving, StartProgress, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import Directive, KvEvent, KvEventBatch, Order, RankReport, Renewal, Router
@@ -36,6 +36,7 @@ from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 
 BLOCK_SIZE = 16
+COMPILING = frozenset({SegmentName.COMPILE, SegmentName.CUDA_GRAPH})
 ASKED_AGAIN_MAX = 8
 REACH_EVERY_S = 0.5
 
@@ -392,6 +393,11 @@ class SimWorker:
         await self._run(name, self._seconds(name))
 
     def _seconds(self, name: SegmentName) -> float:
+        """An eager start compiles nothing and captures nothing; what is compiled ahead is loaded."""
+        if self.order.mode is StartMode.EAGER and name in COMPILING:
+            return 0.0
+        if self.order.mode is StartMode.AOT and name is SegmentName.COMPILE:
+            return self._site.startup.compiled_s
         return self._site.startup.seconds(name, self._site.draws, *self._named)
 
     async def _run(self, name: SegmentName, seconds: float) -> None:

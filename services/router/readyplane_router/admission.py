@@ -11,6 +11,7 @@ from typing import Protocol
 from readyplane.core.errors import NotFound, Unavailable
 from readyplane.core.identity import Manifest
 from readyplane.core.profile import ClassProfile
+from readyplane.core.startup import StartMode
 from readyplane.core.worker import CheckResult, Serving, WorkerOffer
 from readyplane_router import gate
 from readyplane_router.members import Member
@@ -80,6 +81,8 @@ class Admission:
     def profile(self, serving: Serving, checks: Sequence[CheckResult]) -> ClassProfile | None:
         """The registered profile, registering the one that the evidence carries if it is new.
 
+        A worker that was started eagerly is slower than its class: it is told apart (R13.1).
+
         Raises:
             InvalidField: the profile that the evidence carries.
         """
@@ -87,8 +90,9 @@ class Admission:
         if known is None and len(self.profiles) < PROFILES_MAX:
             offered = gate.offered_profile(checks)
             if offered is not None and offered.name == serving.profile:
-                self.profiles[offered.name] = offered
-                return offered
+                known = self.profiles[offered.name] = offered
+        if known is not None and serving.mode is StartMode.EAGER:
+            return known.eager
         return known
 
     def expectations(
