@@ -13,9 +13,12 @@ from readyplane.core.worker import LoadReport, Role, Worker, WorkerState
 from readyplane_planner.signals.outside import EngineLoad, EngineSample
 from readyplane_planner.signals.values import RouterSample, WorkerView
 
+_FOR_PREFILL = ("waiting_prefill_tokens", "prefill_tokens_total")
+_FOR_DECODE = ("running", "iterations_total", "kv_usage")
 NEEDED = {
-    Role.PREFILL: ("waiting_prefill_tokens", "prefill_tokens_total"),
-    Role.DECODE: ("running", "iterations_total", "kv_usage"),
+    Role.PREFILL: _FOR_PREFILL,
+    Role.DECODE: _FOR_DECODE,
+    Role.BOTH: (*_FOR_PREFILL, *_FOR_DECODE),
 }
 """What each stage is judged by beside the router's own promises."""
 
@@ -37,17 +40,14 @@ def workers(
                 router_now_s = since_s
     unpairable = stranded(living)
     # What is left of `before` when everyone alive is taken out has ended.
-    views = tuple(
-        _view(
-            w,
-            before.pop(w.key, None),
-            router_now_s,
-            unpairable.get(w.offer.worker_id, ""),
-            (told.pop(w.key, None), told_before.get(w.key)),
-        )
-        for w in living
-    )
-    return views, len(before) + len(told)
+    views = []
+    for worker in living:
+        key = worker.key
+        engine = told.pop(key, None)
+        beside = None if engine is None else (engine, told_before.get(key))
+        why = unpairable.get(worker.offer.worker_id, "")
+        views.append(_view(worker, before.pop(key, None), router_now_s, why, beside))
+    return tuple(views), len(before) + len(told)
 
 
 def stranded(workers: Sequence[Worker]) -> dict[str, str]:
@@ -91,17 +91,17 @@ def _view(
     before: Worker | None,
     router_now_s: float,
     unpairable: str,
-    engine: tuple[EngineSample | None, EngineSample | None],
+    beside: tuple[EngineSample, EngineSample | None] | None,
 ) -> WorkerView:
-    told = engine[0].load if engine[0] is not None else EngineLoad()
-    load = _with_engine(worker.load, told)
+    load, told, pace = worker.load, _NOTHING, _measured(worker, before)
+    if beside is not None:
+        told = beside[0].load
+        load, pace = _with_engine(load, told), _either(pace, _measured_beside(*beside))
     total, used = load.kv_total_blocks, load.kv_used_blocks
     usage = used / total if used is not None and total else told.kv_usage
     block = worker.serving.block_size if worker.serving is not None else 16
     kv_tokens = float(used * block) if used is not None else told.kv_tokens
-    prefill_rate, dry_rate, iteration_s, decode_rate = _either(
-        _measured(worker, before), _measured_beside(*engine)
-    )
+    prefill_rate, dry_rate, iteration_s, decode_rate = pace
     offer, ready_s, draining_s = worker.offer, worker.ready_s, worker.draining_s
     return WorkerView(
         worker_id=offer.worker_id,
@@ -144,8 +144,6 @@ def _view(
 
 def _with_engine(load: LoadReport, told: EngineLoad) -> LoadReport:
     """A worker's own report, and what only its engine tells. An agent may not know the engine."""
-    if told is _NOTHING or told == _NOTHING:
-        return load
     known = {
         name: getattr(told, name)
         for name in ("running", "waiting", "waiting_prefill_tokens")
@@ -159,13 +157,14 @@ def _missing(
 ) -> tuple[str, ...]:
     if worker.state is not WorkerState.READY:
         return ()
-    absent = []
-    for role, names in NEEDED.items():
-        for name in names if worker.offer.role.serves(role) else ():
-            value = usage if name == "kv_usage" else getattr(load, name)
-            if value is None and getattr(told, name, None) is None:
-                absent.append(name)
-    return tuple(absent)
+    return tuple(
+        [
+            name
+            for name in NEEDED[worker.offer.role]
+            if (usage if name == "kv_usage" else getattr(load, name)) is None
+            and getattr(told, name, None) is None
+        ]
+    )
 
 
 _NOTHING = EngineLoad()
@@ -203,13 +202,14 @@ def _measured(worker: Worker, before: Worker | None) -> Pace:
         if steps > 0 and (now.running or 0) and (old.running or 0) and not lent:
             iteration = dt_s / steps
     if now.decode_tokens_total is not None and old.decode_tokens_total is not None:
-        decoded = max(0.0, (now.decode_tokens_total - old.decode_tokens_total) / dt_s)
+        made = _grown(now.decode_tokens_total, old.decode_tokens_total)
+        decoded = None if made is None else made / dt_s
     return rate, dry, iteration, decoded
 
 
-def _measured_beside(now: EngineSample | None, old: EngineSample | None) -> Pace:
+def _measured_beside(now: EngineSample, old: EngineSample | None) -> Pace:
     """The same from two readings of one engine; another life of it shares no counters."""
-    if now is None or old is None or now.life != old.life or now.read_s <= old.read_s:
+    if old is None or now.life != old.life or now.read_s <= old.read_s:
         return None, None, None, None
     dt_s, load, before = now.read_s - old.read_s, now.load, old.load
     rate = dry = iteration = None
