@@ -9,7 +9,7 @@ import math
 
 from readyplane_planner.forecast import experts
 from readyplane_planner.forecast.bounds import prior
-from readyplane_planner.forecast.values import PENDING_SPACING, Knobs, Series, Track
+from readyplane_planner.forecast.values import Knobs, Series, Track, spacing_s
 
 PRIOR_WINDOWS = 1.0
 """The prior weighs as one horizon more than was seen: the rule of succession."""
@@ -57,8 +57,8 @@ def growth(series: Series, horizon_s: float, quantile: float, *, knobs: Knobs) -
 
 def _of(track: Track, level: float, quantile: float, knobs: Knobs) -> float:
     seen, miss = track.growth, 1.0 - quantile
-    # Forecasts that are judged overlap: eight of them tell of one horizon.
-    windows = seen.weight / PENDING_SPACING
+    # Forecasts that are judged overlap: several of them tell of one horizon.
+    windows = seen.weight * min(1.0, spacing_s(track.horizon_s) / track.horizon_s)
     width = level * prior(track.horizon_s, knobs)
 
     def beyond(value: float) -> float:

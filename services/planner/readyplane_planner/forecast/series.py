@@ -13,13 +13,13 @@ from readyplane_planner.forecast import bounds, experts, seasons, sketch, spells
 from readyplane_planner.forecast.values import (
     HORIZONS_S,
     PENDING_MAX,
-    PENDING_SPACING,
     SCORES_MAX,
     Forecast,
     Knobs,
     Pending,
     Series,
     Track,
+    spacing_s,
 )
 
 PEAK_TAU_S = 1800.0
@@ -109,8 +109,9 @@ def _with_horizon(tracks: tuple[Track, ...], horizon_s: float) -> tuple[Track, .
 
 
 def _spaced(track: Track, now_s: float) -> bool:
-    spacing_s = track.horizon_s / PENDING_SPACING
-    return not track.pending or now_s - track.pending[-1].made_s >= spacing_s - 1e-9
+    if not track.pending:
+        return True
+    return now_s - track.pending[-1].made_s >= spacing_s(track.horizon_s) - 1e-9
 
 
 def _kept(track: Track, one: bounds.Outlook, total: float, now_s: float) -> Track:

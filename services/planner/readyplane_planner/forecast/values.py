@@ -12,13 +12,18 @@ from readyplane_planner.forecast.sketch import Sketch
 
 EXPERTS = ("window", "last_30s", "ewma_60s", "ewma_180s", "ewma_600s", "holt_damped")
 TAUS_S = (60.0, 180.0, 600.0)
-HORIZONS_S = (20.0, 60.0, 180.0, 540.0, 1620.0)
+HORIZONS_S = (12.0, 36.0, 108.0, 324.0, 972.0)
 """Where forecasts are judged; what lies between is interpolated."""
 PENDING_MAX = 10
-PENDING_SPACING = 8
+SPACING_SHARE, SPACING_S = 0.125, 4.0
 """A forecast is kept for judging every eighth of its horizon: closer ones tell the same again."""
 SCORES_MAX = 120
 DAY_BINS = 48
+
+
+def spacing_s(horizon_s: float) -> float:
+    """Seconds between forecasts that are kept."""
+    return max(SPACING_S, SPACING_SHARE * horizon_s)
 
 
 @dataclass(frozen=True, slots=True)
