@@ -324,7 +324,7 @@ async def test_one_that_sleeps_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) 
         awake.wait(20.0)
         return size(found)
 
-    monkeypatch.setitem(optimisers.BUILT_IN, "sleepy", lambda: sleeps)
+    monkeypatch.setitem(optimisers.BUILT_IN, "sleepy", sleeps)
     w = World(HandClock(), rps=lambda _t: 4.0)
     run = await planner(w, policy(optimiser="sleepy"), optimiser_s=0.05, sample_every_s=0.0)
     began_s = time.monotonic()

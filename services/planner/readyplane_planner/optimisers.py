@@ -22,7 +22,7 @@ from importlib.resources import files
 from typing import Any, TypeVar
 
 from readyplane.core.errors import InvalidField
-from readyplane_planner.optimise import Optimiser, size
+from readyplane_planner.optimise import Optimiser, Problem, Proposal, size
 from readyplane_planner.optimise.answer import Answer, answered
 from readyplane_planner.optimise.tuned import read_parameters, tuned
 
@@ -43,7 +43,7 @@ def load_optimiser(name: str) -> Optimiser:
     """
     built_in = BUILT_IN.get(name)
     if built_in is not None:
-        return built_in()
+        return built_in
     offered = [point for point in entry_points(group=GROUP) if point.name == name]
     if not offered:
         known = ", ".join(sorted({*BUILT_IN, *(p.name for p in entry_points(group=GROUP))}))
@@ -67,13 +67,17 @@ def _loaded(point: EntryPoint) -> Optimiser:
     return found  # type: ignore[no-any-return]
 
 
-@cache
-def tuned_from_file() -> Optimiser:
+def tuned_from_file(problem: Problem) -> Proposal:
     """The optimiser that was tuned in the simulator.
 
     Raises:
         InvalidField: its recorded parameters are not valid.
     """
+    return _recorded()(problem)
+
+
+@cache
+def _recorded() -> Optimiser:
     return tuned(read_parameters(tuned_document()["parameters"]))
 
 
@@ -83,10 +87,8 @@ def tuned_document() -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-BUILT_IN: dict[str, Callable[[], Optimiser]] = {
-    DEFAULT: lambda: size,
-    "tuned": tuned_from_file,
-}
+BUILT_IN: dict[str, Optimiser] = {DEFAULT: size, "tuned": tuned_from_file}
+"""There without any package's metadata, as in a checkout."""
 
 
 def thinker(name: str, *, budget_s: float | None) -> Thinker | None:
