@@ -6,7 +6,10 @@ A planner without a router stands on them alone; a target that hangs costs the b
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 import yaml
@@ -408,3 +412,50 @@ def test_the_files_of_the_guide_are_taken(tmp_path: Path) -> None:
         path = tmp_path / "signals.yaml"
         path.write_text(text)
         given("--signals", str(path), "--router", router)
+
+
+async def test_the_process_plans_without_a_router_and_advises(
+    database_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """`python -m readyplane_planner --signals FILE`: the fleet, the load and the advice are shown."""
+    workers = {"p-1": "prefill", "d-1": "decode"}
+    async with fakes() as made:
+        made.values = dict(LOAD)
+        made.pages = {name: vllm(1.0, running=3) for name in workers}
+        (tmp_path / "signals.yaml").write_text(yaml.safe_dump(document(made, workers)))
+        wanted = {**policy().document(), "tick_s": 0.2, "down": {"cooldown_s": 1.0}}
+        (tmp_path / "policy.yaml").write_text(yaml.safe_dump(wanted))
+        ready = tmp_path / "ready.json"
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "readyplane_planner", "--policy", tmp_path / "policy.yaml"),
+            *("--signals", tmp_path / "signals.yaml", "--registry", "127.0.0.1:1"),
+            *("--database-url", database_url, "--redis-url", redis_url, "--ready-file", ready),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(60):
+                while not ready.exists():
+                    assert process.returncode is None, "it ended by itself"
+                    await asyncio.sleep(0.1)
+                url = json.loads(ready.read_text())["http"]
+                async with aiohttp.ClientSession(url) as http:
+                    desired, state = 0, dict[str, Any]()
+                    while desired < 3:
+                        await asyncio.sleep(0.2)
+                        state = await (await http.get("/v1/state")).json()
+                        desired = state.get("pools", {}).get("prefill", {}).get("desired", 0)
+                    assert [w["worker_id"] for w in state["workers"][:2]] == ["d-1", "p-1"]
+                    assert "advisory" in state["degraded"]
+                    missing = state["pools"]["decode"]["missing_capability"]
+                    assert missing == {"iterations_total": 1}
+                    text = await (await http.get("/metrics")).text()
+            process.send_signal(signal.SIGTERM)
+            _out, log = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert process.returncode == 0, log.decode()[-2000:]
+    assert b"Traceback" not in log
+    assert re.search(r'readyplane_desired_replicas\{[^}]*pool="prefill"[^}]*\} [3-6]\.0', text)
+    assert re.search(r'readyplane_signal_unknown\{[^}]*signal="arrivals"[^}]*\} 0\.0', text)
