@@ -274,6 +274,7 @@ def adopted(mine: Memory, theirs: Memory) -> Memory:
         suspects=mine.suspects,
         last_s=mine.last_s,
         bad_samples=mine.bad_samples,
+        late_since_s=mine.late_since_s,
         blind=mine.blind,
         drift=mine.drift,
     )
@@ -297,6 +298,7 @@ def moved(memory: Memory, by_s: float) -> Memory:
         suspects=(),
         changing=fast.moved(memory.changing, by_s),
         last_s=None,
+        late_since_s=None,
         drift=guard_drift.moved(memory.drift, by_s),
         owned_p=ownership.moved(memory.owned_p, by_s),
         owned_d=ownership.moved(memory.owned_d, by_s),
