@@ -100,7 +100,7 @@ def judge(
             counts=count,
             memory=before,
             limits=bounds,
-            trust=replace(trusted, why=advised or trusted.why),
+            trust=replace(trusted, why="; ".join(w for w in (advised, trusted.why) if w)),
             paused=plan.paused,
             urgent=urgent,
             shut=(0.0, "")
