@@ -118,7 +118,7 @@ class ClassProfile:
     def eager(self) -> ClassProfile:
         """What a worker does that was started eagerly, under a name of its own."""
         slow_factor = self.slow_factor * self.eager_factor
-        return replace(self, name=f"{self.name}-eager", slow_factor=slow_factor)
+        return replace(self, name=f"{self.name}-eager", slow_factor=slow_factor, eager_factor=1.0)
 
     @cached_property
     def digest(self) -> str:

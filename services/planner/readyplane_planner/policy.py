@@ -420,10 +420,12 @@ def _pool(
         gpus=0 if policy.budget_gpus is not None and _assumed(profile) else profile.gpus,
         backoff_s=policy.backoff_s,
     )
+    # Where the mode is to be chosen, or the class, each worker counts for what it is.
+    usual = profile.eager if policy.start_mode == "eager" and not pool.classes else profile
     return PoolPlan(
         limits,
         pool.worker_class,
-        profile,
+        usual,
         convertible_tpot_s=tpot_s,
         classes=class_plans(pool.classes, most=pool.max),
         spare=pool.spare,

@@ -258,12 +258,12 @@ def _by_class(pool: Pool, gives: Sequence[str], count: int) -> list[tuple[Pool, 
     if not gives or not count:
         return [(pool, count)]
     parts = []
-    for name, number in Counter(gives[:count]).items():
+    for kind, number in Counter(gives[:count]).items():
         part = replace(
             pool,
-            ready=[w for w in pool.ready if w.worker_class == name],
-            unpairable=[w for w in pool.unpairable if w.worker_class == name],
-            coming=[c for c in pool.coming if c.worker_class == name],
+            ready=[w for w in pool.ready if f"{w.worker_class}/{w.mode}" == kind],
+            unpairable=[w for w in pool.unpairable if f"{w.worker_class}/{w.mode}" == kind],
+            coming=[c for c in pool.coming if f"{c.worker_class}/{c.mode}" == kind],
         )
         parts.append((part, number))
     return parts

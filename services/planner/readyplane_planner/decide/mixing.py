@@ -64,7 +64,7 @@ class Choice:
 
     Attributes:
         starts: the next ones in their order. more: whatever is started beyond them.
-        gives: classes of those that go, in their order; empty for any.
+        gives: "class/mode" of those that go, in their order; empty for any.
     """
 
     starts: tuple[Pick, ...]
@@ -212,8 +212,10 @@ class _Market:
         self.in_time_s = (
             0.0 if counts.breach or (short and not pool.coming) else self._t_ready.p50_s
         )
-        self.have = _by_class(pool)
-        self._own = Counter(m.worker_class for m in pool.members if not m.attached)
+        self.have = Counter(m.worker_class for m in pool.members)
+        own = [m for m in pool.members if not m.attached]
+        self._own = Counter(m.worker_class for m in own)
+        self._kinds = Counter(f"{m.worker_class}/{m.mode}" for m in own)
         self.modes = {c.worker_class: self._mode(c) for c in classes_of(self._mine)}
         self.offers = _not_dear([self._offer(c) for c in classes_of(self._mine)])
         self._picks: dict[str, Pick] = {}
@@ -264,26 +266,29 @@ class _Market:
 
     def _gives(self, surplus: float, low: int) -> Mix:
         held = []
-        for offered in classes_of(self._mine):
-            own = self._own[offered.worker_class]
-            life_s, name = self.life_s, offered.worker_class
+        offered = {c.worker_class: c for c in classes_of(self._mine)}
+        spare = {name: self._own[name] - offered[name].low for name in offered}
+        worth = self._pool.worth
+        # What is worth less for the same price comes first where a minimum leaves some to keep.
+        for kind in sorted(self._kinds, key=lambda kind: (worth.get(kind, 1.0), kind)):
+            name, count = kind.rpartition("/")[0], self._kinds[kind]
+            if name not in offered:
+                # Of a class that the policy no longer names: the first to go.
+                held.append(Held(kind, worth.get(kind, 1.0), 1e9, count))
+                continue
             # What goes may have to come back: it saves what it would serve, less its next start.
-            saved_s = max(life_s - self._ready(name).p50_s, KEPT_MIN * life_s)
-            # Whoever of the class goes, not more is lost.
-            value = self.have.get(name, (0, 1.0))[1]
-            spare = max(0, own - offered.low)
-            held.append(Held(name, value, offered.price / 3600.0 * saved_s, spare))
-        known = {c.worker_class for c in classes_of(self._mine)}
-        for name in sorted(set(self.have) - known):
-            # Of a class that the policy no longer names: the first to go.
-            held.append(Held(name, self.have[name][1], 1e9, self._own[name]))
+            saved_s = max(self.life_s - self._ready(name).p50_s, KEPT_MIN * self.life_s)
+            count = max(0, min(count, spare[name]))
+            spare[name] -= count
+            saving = offered[name].price / 3600.0 * saved_s
+            held.append(Held(kind, worth.get(kind, 1.0), saving, count))
         return gives(max(0.0, surplus), held, most=max(0, self._pool.live - low))
 
     # ------------------------------------------------------------------ offers
 
     def _offer(self, offered: ClassPlan) -> Offer:
         name, mode = offered.worker_class, self.modes[offered.worker_class]
-        have = self.have.get(name, (0, 1.0))[0]
+        have = self.have[name]
         value = self._pool.worth.get(f"{name}/{mode.mode}", 0.0)
         blocked = denials.denied(self._memory, self._pool.name, name, now_s=self._now_s)
         cost = start_cost(
@@ -394,13 +399,3 @@ def expected_life_s(memory: Memory, name: str, *, bound_s: float | None = None) 
     seen = [life_s for pool, life_s in memory.lives if pool == name]
     life_s = (LIFE_COUNT * LIFE_S + sum(seen)) / (LIFE_COUNT + len(seen))
     return life_s if bound_s is None else min(life_s, bound_s)
-
-
-def _by_class(pool: Pool) -> dict[str, tuple[int, float]]:
-    """(how many there are, what the best of them is worth) by class."""
-    kinds = Counter((m.worker_class, m.mode) for m in pool.members)
-    found: dict[str, tuple[int, float]] = {}
-    for (name, mode), count in kinds.items():
-        before, most = found.get(name, (0, 0.0))
-        found[name] = before + count, max(most, pool.worth.get(f"{name}/{mode}", 1.0))
-    return found
