@@ -66,6 +66,26 @@ async def test_grpc_says_what_the_service_says(run: Run, client: PlannerClient) 
     assert (await run.service.get_policy())[0]["paused"] is True
 
 
+async def test_a_decision_is_taken_again_and_asked_about_over_both_doors(
+    run: Run, client: PlannerClient, http: httpx.AsyncClient
+) -> None:
+    one = (await run.service.list_decisions(limit=1))[0]["decision_id"]
+    again = await client.replay(one)
+    assert again["same"] is True and again == (await http.get(f"/v1/replay/{one}")).json()
+    changes = {"isl": "2x", "policy.headroom": "0.3"}
+    asked = await client.what_if(changes)
+    assert asked == (await http.post("/v1/what-if", json=changes)).json()
+    assert asked["text"].startswith("what if isl=2x, policy.headroom=0.3")
+    with pytest.raises(UnknownField, match="did you mean isl"):
+        await client.what_if({"isll": "2x"})
+    refused = await http.post("/v1/what-if", json={"isll": "2x"})
+    assert refused.json()["error"]["reason"] == "UnknownField"
+    with pytest.raises(NotFound):
+        await client.replay("nothing")
+    with pytest.raises(NotFound):
+        await client.what_if(changes, model="another")
+
+
 async def test_grpc_watches(run: Run, client: PlannerClient) -> None:
     states = client.watch_state()
     first = await asyncio.wait_for(anext(states), 5)
