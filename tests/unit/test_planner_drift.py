@@ -85,7 +85,7 @@ def test_a_hold_is_within_the_bounds_and_a_conflict_is_not() -> None:
     for held, live, want in (
         (hand, 3, Verdict(3, reasons=(hand,))),
         (hand, 1, verdict),
-        (conflict, 1, Verdict(1, reasons=(conflict,))),
+        (conflict, 1, Verdict(2, reasons=(conflict,))),
         (None, 3, verdict),
     ):
         assert stances.held(Care(held=held), verdict, Counts(live, 0), limits) == want

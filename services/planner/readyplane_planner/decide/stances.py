@@ -130,11 +130,11 @@ def held(care: Care, verdict: Verdict, counts: Counts, limits: Limits) -> Verdic
     """The verdict, unless a hand edit or a conflict forbids to act on it.
 
     A hand edit is honoured within the bounds of the policy: whoever wants fewer than the minimum
-    changes the minimum. A conflict is waited out as it is: the floor would be undone as well.
+    changes the minimum. In a conflict not even the floor is ordered: it would be undone as well.
     """
     if care.held is None:
         return verdict
     code, _text = care.held
     if code == "manual_hold" and not limits.low <= counts.live <= limits.high:
         return verdict
-    return Verdict(counts.live, reasons=(*verdict.reasons, care.held))
+    return Verdict(max(limits.low, counts.live), reasons=(*verdict.reasons, care.held))
