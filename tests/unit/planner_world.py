@@ -145,6 +145,7 @@ class World:
     fences: Fences = field(default_factory=Fences)
     fences_router: Fences = field(default_factory=Fences)
     grace_s: float = 3.0
+    drain_s: float = 5.0
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -202,7 +203,7 @@ class World:
         for box in self.members(Role.PREFILL, WorkerState.DRAINING) + self.members(
             Role.DECODE, WorkerState.DRAINING
         ):
-            lasts_s = 0.5 if box.order.role is Role.PREFILL else 5.0
+            lasts_s = 0.5 if box.order.role is Role.PREFILL else self.drain_s
             if box.told:
                 continue
             if box.draining_s is not None and now_s - box.draining_s >= lasts_s:
@@ -367,7 +368,9 @@ class World:
             ready_s = now_s + self.t_ready_s(len(self.provisions))
             if self.hang(order):
                 ready_s = now_s + 1e9
-            self.boxes[order.worker_id] = Box(order, now_s, ready_s)
+            self.boxes[order.worker_id] = Box(
+                order, now_s, ready_s, kv=KvFormat(order.manifest_digest)
+            )
         return self.instance(self.boxes[order.worker_id])
 
     async def release(
@@ -465,6 +468,7 @@ async def planner(
     *,
     brain: Brain = decide,
     journal: MemoryJournal | None = None,
+    registry: Any = None,
     **upkeep: Any,
 ) -> Run:
     """A planner with memory stores that leads at once."""
@@ -475,7 +479,7 @@ async def planner(
         policy=wanted or policy(),
         router=world,  # type: ignore[arg-type]
         actuator=world,
-        registry=None,
+        registry=registry,
         journal=journal,
         leadership=Leadership(
             MemoryLeaseStore(clock.monotonic_s),

@@ -200,6 +200,12 @@ async def test_the_planner(server: tuple[Recorder, str]) -> None:
             policy_json=r.policy_json, version=r.expected_version + 1
         ),
         "SetPaused": lambda r: planner_pb2.SetPausedResponse(paused=r.paused),
+        "GetRollout": lambda r: planner_pb2.GetRolloutResponse(
+            rollout_json=json.dumps({"model": r.model})
+        ),
+        "AskRollout": lambda r: planner_pb2.AskRolloutResponse(
+            rollout_json=json.dumps({"asked": [r.action, r.to, r.surge, r.by]})
+        ),
     }
     assert await client.state("m") == {"model": "m"}
     found = await client.list_decisions(limit=250, changes_only=True)
@@ -214,6 +220,11 @@ async def test_the_planner(server: tuple[Recorder, str]) -> None:
     assert recorder.requests["SetPolicy"][0].merge
     assert await client.set_paused(True, reason="maintenance")
     assert recorder.requests["SetPaused"][0].reason == "maintenance"
+    assert await client.rollout("m") == {"model": "m"}
+    assert await client.ask_rollout("go", to="t", surge=2, by="ann") == {
+        "asked": ["go", "t", 2, "ann"]
+    }
+    assert recorder.requests["AskRollout"][0].request_id
     async with aclosing(client.watch_state()) as states:  # type: ignore[type-var]
         assert [(await anext(states))["tick"] for _ in range(3)] == [0, 1, 2]
         ended = await anext(states)

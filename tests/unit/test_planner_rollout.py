@@ -197,6 +197,11 @@ def test_old_evidence_goes_and_slow_traffic_keeps_its_own() -> None:
     kept = evidence.new_now + evidence.new_past
     assert kept.finished == kept.attained <= 60
     evidence = Evidence()
+    for second in range(50):  # few among many old ones: the old ones do not push them out
+        tallies = {NEW: Tally(1, 1, 0) if second % 4 == 0 else Tally(), OLD: Tally(9, 9, 0)}
+        evidence = health.gather(evidence, tallies, NEW, QUICK, now_s=float(second))
+    assert (evidence.new_now + evidence.new_past).finished == 13
+    evidence = Evidence()
     for second in range(0, 50, 5):  # one in five seconds is still collected
         evidence = health.gather(evidence, {NEW: Tally(1, 1, 0)}, NEW, QUICK, now_s=float(second))
     assert (evidence.new_now + evidence.new_past).finished == 10

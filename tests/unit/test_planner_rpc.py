@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from readyplane.client import PlannerClient
-from readyplane.core.errors import Conflict, InvalidField, NotFound, UnknownField
+from readyplane.core.errors import Conflict, InvalidField, NotFound, Refused, UnknownField
 from readyplane.kit.auth import TokenCheck
 from readyplane.kit.http import make_app
 from readyplane.kit.rpc import Guard
@@ -239,3 +239,26 @@ async def test_metrics_carry_the_names_of_the_requirements() -> None:
     assert value("readyplane_ttft_predicted_seconds", **pool) is None
     assert value("readyplane_prefill_queue_tokens", **pool) is None
     assert value("readyplane_signal_age_seconds", model="demo", signal="queue") is None
+
+
+async def test_a_roll_out_is_asked_for_and_shown_at_both_doors(
+    run: Run, client: PlannerClient, http: httpx.AsyncClient
+) -> None:
+    shown = await client.rollout()
+    assert shown["phase"] == "idle"
+    assert (await http.get("/v1/rollout")).json()["serves"] == shown["serves"]
+    with pytest.raises(Refused, match="nothing is being rolled out"):
+        await client.ask_rollout("pause", by="ann")
+    refused = await http.post("/v1/rollout", json={"id": "r1", "action": "undo"})
+    assert refused.status_code == 422
+    assert "nothing to go back to" in refused.text
+    wrong = await http.post("/v1/rollout", json={"id": "r1", "action": "fly"})
+    assert wrong.status_code == 422
+    new = "sha256:" + "b" * 64
+    await run.service.set_policy({"manifest": new}, merge=True)
+    await run.step(2)
+    paused = await http.post("/v1/rollout", json={"id": "r2", "action": "pause", "by": "ann"})
+    assert paused.status_code == 200
+    assert paused.json()["policy"]["asked"]["action"] == "pause"
+    await run.step(1)
+    assert (await client.rollout())["phase"] == "paused"

@@ -109,6 +109,7 @@ signals = st.builds(
     },
     ttft_actual=windows, ttft_predicted=windows, tpot_actual=windows, tpot_predicted=windows,
     length_counts=tables,
+    generations=many(st.builds(ports.GenerationSignals, texts, whole, whole, whole, whole)),
 )  # fmt: skip
 sources = st.builds(
     ports.Source, texts, texts, st.sampled_from(WeightTier), texts, texts, texts, texts, numbers,

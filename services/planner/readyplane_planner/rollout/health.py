@@ -45,7 +45,7 @@ def gather(
     *,
     now_s: float,
 ) -> Evidence:
-    """The window with the ends of this tick; what is not known adds nothing.
+    """The window with the ends of this tick; what is not known adds nothing. `goal` is empty at rest.
 
     A half of the window is over after `verify_s`, and not before it has samples enough to judge by
     or `patience_s` have passed: slow traffic fills it slowly, and what is old counts no more.
@@ -54,7 +54,8 @@ def gather(
     if since_s is None:
         evidence, since_s = replace(evidence, since_s=now_s), now_s
     age_s = now_s - since_s
-    enough = evidence.new_now.ended + evidence.old_now.ended >= rules.samples_min
+    judged = evidence.new_now if goal else evidence.old_now
+    enough = judged.ended >= rules.samples_min
     if age_s >= rules.patience_s or (enough and age_s >= rules.verify_s):
         evidence = replace(
             evidence,
