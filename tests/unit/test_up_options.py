@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from readyplane.core.errors import InvalidField
+from readyplane.core.errors import InvalidField, NotFound
 from readyplane_lab.up.address_book import (
     AddressBook,
     book_path,
@@ -19,6 +19,7 @@ from readyplane_lab.up.address_book import (
     remove_book,
     write_book,
 )
+from readyplane_lab.up.demo_policy import profiles_of
 from readyplane_lab.up.options import UpOptions, read_policy
 from readyplane_lab.up.pids import start_mark
 from readyplane_lab.up.run import make_workload
@@ -113,3 +114,21 @@ def test_a_dead_stack_is_not_believed(other: subprocess.Popen[bytes]) -> None:
     other.kill()
     other.wait()
     assert read_book() is None
+
+
+def test_a_class_starts_with_the_profile_that_the_policy_names() -> None:
+    """Which may be a measured file; what no policy names is a profile that ships."""
+    pools = {
+        "prefill": {"worker_class": "b300", "profile": "mine/b300.json"},
+        "decode": {
+            "worker_class": "x",
+            "profile": "unknown",
+            "classes": [{"worker_class": "y", "profile": "h100-tp4-llama70b"}],
+        },
+    }
+    find = profiles_of(pools)
+    assert find("b300") == str(Path("mine/b300.json").absolute())
+    assert find("y") == "h100-tp4-llama70b"
+    assert find("x") == "unknown" and find("h200-slow10") == "h200-slow10"
+    with pytest.raises(NotFound, match="h100-tp4-llama70b"):
+        find("nobody's")

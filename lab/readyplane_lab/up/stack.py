@@ -11,22 +11,20 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from readyplane import profiles
 from readyplane.client import RegistryClient
-from readyplane.core.errors import InvalidField, NotFound
+from readyplane.core.errors import InvalidField
 from readyplane.kit.clock import Clock
 from readyplane_lab.demo import MODEL, MODEL_TAG
 from readyplane_lab.up import actuator_rpc
 from readyplane_lab.up.actuator import LocalActuator, WorkerPlace
 from readyplane_lab.up.address_book import AddressBook, remove_book, write_book
 from readyplane_lab.up.demo_model import DemoModel, make_demo_model
-from readyplane_lab.up.demo_policy import demo_policy
+from readyplane_lab.up.demo_policy import demo_policy, profiles_of
 from readyplane_lab.up.folder import DataFolder, sweep_abandoned
 from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.model import publish_model
@@ -148,7 +146,7 @@ async def running_stack(
                 workers_max=options.workers_max,
             ),
             clock=clock,
-            profile_of=_profiles_of(policy),
+            profile_of=profiles_of(policy),
         )
         actuator_address = f"127.0.0.1:{free_port()}"
         server = await actuator_rpc.serve(actuator, address=actuator_address, token=token)
@@ -249,25 +247,6 @@ def _policy_flags(options: UpOptions) -> tuple[str, ...]:
     """A policy that was set in a kept folder stays, unless another one is asked for."""
     asked = options.policy_file is not None or options.quick
     return () if asked else ("--no-policy-again",)
-
-
-def _profiles_of(policy: Mapping[str, Any]) -> Callable[[str], str]:
-    """The profile of a class: the policy's, which may be a file, else the one of that name."""
-    found = {name: name for name in profiles.names()}
-    for pool in (policy.get("decode"), policy.get("prefill")):
-        if isinstance(pool, Mapping) and pool.get("profile"):
-            profile = str(pool["profile"])
-            is_file = profile.endswith(".json") or "/" in profile
-            found[str(pool.get("worker_class"))] = str(
-                Path(profile).absolute() if is_file else profile
-            )
-
-    def profile_of(worker_class: str) -> str:
-        if worker_class not in found:
-            raise NotFound("worker class", worker_class, "use one of " + ", ".join(found))
-        return found[worker_class]
-
-    return profile_of
 
 
 def _make_model(options: UpOptions, folder: DataFolder) -> DemoModel:
