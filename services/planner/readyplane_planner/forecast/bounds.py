@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
+from operator import mul
+from typing import NamedTuple
 
 from readyplane_planner.forecast import experts
 from readyplane_planner.forecast.values import Forecast, Knobs, Series, Track
@@ -27,9 +27,11 @@ MISS_MAX = 2.0
 """Times the wanted miss rate: a calm hour must not make the bound blind to what was seen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """One horizon: what each expert says and weighs, their mean, the scale, the bound and its parts."""
+class Outlook(NamedTuple):
+    """One horizon: what each expert says and weighs, their mean, the scale, the bound and its parts.
+
+    A plain tuple, since some ten are made a tick.
+    """
 
     horizon_s: float
     experts: tuple[float, ...]
@@ -118,13 +120,11 @@ def _judged(
     horizon_s = track.horizon_s
     said, weights, level, scale = _level(series, track, plain, horizon_s)
     count = len(track.scores)
-    target = 1.0 - knobs.quantile
-    share = target if track.miss is None else track.miss
-    if miss is not None:
-        share = min(1.0, miss * share / target)
-    place = min(count - 1, max(0, math.ceil((1.0 - share) * (count + 1)) - 1))
-    by_scores = level + _ranked(track.scores)[place] * scale
-    by_peaks = _ranked(track.peaks)[place]
+    if miss is None and track.places[0] == knobs.quantile:
+        _, score, by_peaks = track.places
+    else:
+        score, by_peaks = places(track.scores, track.peaks, track.miss, knobs, miss=miss)
+    by_scores = level + score * scale
     lost = MIX_RATE * (track.mixed[0] - track.mixed[1])
     trust = 1.0 / (1.0 + math.exp(max(-60.0, min(60.0, lost))))
     upper = trust * by_scores + (1.0 - trust) * by_peaks
@@ -182,7 +182,7 @@ def _level(
     """(what experts say, their weights, the level, the scale of scores)."""
     said = (*plain, experts.holt_at(series, horizon_s))
     weights = experts.weights((0.0,) * len(said) if track is None else track.losses)
-    level = sum([w * e for w, e in zip(weights, said, strict=True)])
+    level = math.fsum(map(mul, weights, said))
     return said, weights, level, max(level, series.ewma[-1])
 
 
@@ -202,7 +202,19 @@ def _nearest(tracks: Sequence[Track], horizon_s: float) -> Track | None:
     return min(tracks, key=lambda t: abs(math.log(t.horizon_s / horizon_s)), default=None)
 
 
-@lru_cache(maxsize=256)
-def _ranked(scores: tuple[float, ...]) -> tuple[float, ...]:
-    """In ascending order; the same scores are asked for until another is judged."""
-    return tuple(sorted(scores))
+def places(
+    scores: tuple[float, ...],
+    peaks: tuple[float, ...],
+    adapted: float | None,
+    knobs: Knobs,
+    *,
+    miss: float | None = None,
+) -> tuple[float, float]:
+    """Quantiles of scores and of largest rates, at the adaptive miss rate or in proportion to it."""
+    count = len(scores)
+    target = 1.0 - knobs.quantile
+    share = target if adapted is None else adapted
+    if miss is not None:
+        share = min(1.0, miss * share / target)
+    place = min(count - 1, max(0, math.ceil((1.0 - share) * (count + 1)) - 1))
+    return sorted(scores)[place], sorted(peaks)[place]

@@ -30,7 +30,7 @@ def scaled(series: Series, factor: float) -> Series:
         days=replace(
             series.days,
             profile=tuple(None if v is None else v * factor for v in series.days.profile),
-            tokens=series.days.tokens * factor,
+            begun=series.days.begun * factor,
             last=_times(series.days.last, factor),
         ),
     )
@@ -41,6 +41,7 @@ def _track(track: Track, factor: float) -> Track:
         track,
         pending=tuple(_pending(item, factor) for item in track.pending),
         peaks=_times(track.peaks, factor),
+        places=(*track.places[:2], track.places[2] * factor),
         growth=sketch.scaled(track.growth, factor),
     )
 

@@ -19,21 +19,21 @@ TRUST_STEP = 0.1
 TRUST_MIN = 0.1
 
 
-def seen(days: Days, rate: float, *, dt_s: float, now_s: float) -> Days:
-    """With the mean rate of the last `dt_s`; a bin that has ended is taken into the profile."""
+def seen(days: Days, total: float, *, now_s: float) -> Days:
+    """With the work so far; a half-hour that has ended is taken into the profile."""
     here = int(now_s // BIN_S) % DAY_BINS
     if days.bin == here:
-        tokens, seconds = days.tokens + rate * dt_s, days.seconds + dt_s
-        return Days(days.profile, here, tokens, seconds, days.last, days.trust)
-    # Half a bin is enough to stand for it; less is a beginning or the end of a gap.
-    if days.bin is not None and days.seconds >= BIN_S / 2:
-        days = _closed(days, days.bin, days.tokens / days.seconds)
-    return replace(days, bin=here, tokens=rate * dt_s, seconds=dt_s)
+        return days
+    lasted_s = now_s - days.begun_s
+    # Half of it is enough to stand for it; less is a beginning or the end of a gap.
+    if days.bin is not None and lasted_s >= BIN_S / 2:
+        days = _closed(days, days.bin, (total - days.begun) / lasted_s)
+    return replace(days, bin=here, begun_s=now_s, begun=total)
 
 
 def broken(days: Days) -> Days:
-    """After a gap the means before it are no longer those of the last hour."""
-    return replace(days, last=()) if days.last else days
+    """After a gap the running half-hour is void, and the last ones are not those of the last hour."""
+    return replace(days, bin=None, last=()) if days.bin is not None or days.last else days
 
 
 def ahead(series: Series, ahead_s: float, *, now_s: float) -> float | None:

@@ -66,7 +66,7 @@ def update(series: Series, rate: float, *, dt_s: float, now_s: float, knobs: Kno
         spread=spread,
         tracks=tuple([_judged(t, now, total, now_s=now_s, warm=warm, knobs=knobs) for t in before]),
         spells=spells.seen(series.spells, now, peak, dt_s=dt_s, now_s=now_s),
-        days=seasons.seen(series.days, rate, dt_s=dt_s, now_s=now_s),
+        days=seasons.seen(series.days, total, now_s=now_s),
         breaks=series.breaks + broke,
         broke_s=now_s if broke else series.broke_s,
     )
@@ -92,7 +92,7 @@ def remember(series: Series, made: Forecast, *, now_s: float, knobs: Knobs) -> S
 def broken(series: Series) -> Series:
     """After a gap in the signal: rates across it would be false, so waiting forecasts are void."""
     if not series.recent and not any(t.pending for t in series.tracks):
-        return series
+        return series  # broken already
     return replace(
         series,
         recent=(),
@@ -134,10 +134,11 @@ def _judged(
         seen = _raised(item, rate) if raised else item
         changed = changed or raised
         (due if now_s - item.made_s >= horizon_s - 1e-9 else waiting).append(seen)
-    if due or changed:
-        track = replace(track, pending=tuple(waiting))
+    if not due:
+        return replace(track, pending=tuple(waiting)) if changed else track
+    left = tuple(waiting)
     for item in due:
-        track = _scored(track, item, total, now_s=now_s, warm=warm, knobs=knobs)
+        track = _scored(track, item, left, total, now_s=now_s, warm=warm, knobs=knobs)
     return track
 
 
@@ -156,8 +157,16 @@ def _raised(item: Pending, rate: float) -> Pending:
 
 
 def _scored(
-    track: Track, item: Pending, total: float, *, now_s: float, warm: bool, knobs: Knobs
+    track: Track,
+    item: Pending,
+    left: tuple[Pending, ...],
+    total: float,
+    *,
+    now_s: float,
+    warm: bool,
+    knobs: Knobs,
 ) -> Track:
+    """The track with the truth of one forecast taken in; `left` still wait."""
     mean = (total - item.total) / max(1e-9, now_s - item.made_s)
     scale = max(item.scale, mean, 1e-9)
     losses = tuple(
@@ -165,7 +174,7 @@ def _scored(
         for old, guess in zip(track.losses, item.experts, strict=True)
     )
     if not warm:
-        return replace(track, losses=losses)
+        return replace(track, losses=losses, pending=left)
     quantile, target = knobs.quantile, 1.0 - knobs.quantile
     missed = item.peak > item.upper * (1.0 + 1e-9)
     pinball = _pinball(item.peak - item.upper, quantile) / scale
@@ -176,16 +185,20 @@ def _scored(
         + (1.0 - MIX_MEMORY) * MIX_SCALE * _pinball(item.peak - b, quantile) / max(scale, item.peak)
         for old, b in zip(track.mixed, item.mixed, strict=True)
     )
+    miss = min(bounds.MISS_MAX * target, max(0.02 * target, miss))
+    score = min(10.0, (item.peak - item.level) / max(item.scale, 1e-9))
+    scores = (*track.scores, _short(score))[-SCORES_MAX:]
+    peaks = (*track.peaks, _short(item.peak))[-SCORES_MAX:]
     grown = max(0.0, item.peak - item.experts[0])
     return replace(
         track,
         losses=losses,
-        scores=(*track.scores, _short(min(10.0, (item.peak - item.level) / max(item.scale, 1e-9))))[
-            -SCORES_MAX:
-        ],
-        peaks=(*track.peaks, _short(item.peak))[-SCORES_MAX:],
+        pending=left,
+        scores=scores,
+        peaks=peaks,
+        places=(quantile, *bounds.places(scores, peaks, miss, knobs)),
         mixed=(first, second),
-        miss=min(bounds.MISS_MAX * target, max(0.02 * target, miss)),
+        miss=miss,
         judged=track.judged + 1,
         covered=track.covered + (0 if missed else 1),
         pinball=0.98 * track.pinball + 0.02 * pinball if track.judged else pinball,

@@ -71,6 +71,7 @@ class Track:
     Attributes:
         losses: of each expert, fading. scores: (largest rate - level) / scale of the last judged,
             oldest first. peaks: their largest rates, tokens/s.
+        places: (quantile, its score, its largest rate), as of the last judged.
         mixed: what the two bounds lost, fading. miss: the adaptive miss rate, None before the first.
         covered, judged: how often the bound held. pinball: fading mean loss of the bound.
         growth: largest rate of a horizon minus the rate at its beginning, tokens/s.
@@ -81,6 +82,7 @@ class Track:
     pending: tuple[Pending, ...] = ()
     scores: tuple[float, ...] = ()
     peaks: tuple[float, ...] = ()
+    places: tuple[float, float, float] = (0.0, 0.0, 0.0)
     mixed: tuple[float, float] = (0.0, 0.0)
     miss: float | None = None
     judged: int = 0
@@ -112,15 +114,15 @@ class Days:
     """Mean rate by half-hour of the day, and how far that is to be believed.
 
     Attributes:
-        profile: tokens/s by bin, None where never seen. bin: of the last rate, None before it.
-        tokens, seconds: of the running bin. last: means of the bins before it, newest last.
-        trust: 0 to 1.
+        profile: tokens/s by bin, None where never seen. bin: the running one, None before the first
+            rate and after a gap; begun_s, begun: time and work of the series at its beginning.
+        last: means of the bins before it, newest last. trust: 0 to 1.
     """
 
     profile: tuple[float | None, ...] = (None,) * DAY_BINS
     bin: int | None = None
-    tokens: float = 0.0
-    seconds: float = 0.0
+    begun_s: float = 0.0
+    begun: float = 0.0
     last: tuple[float, ...] = ()
     trust: float = 0.5
 
