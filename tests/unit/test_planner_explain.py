@@ -207,3 +207,16 @@ async def test_a_running_planner_tells_it_all() -> None:
         assert {e["pool"] for e in story["decision"]["expected"]} >= {
             x["pool"] for x in (*story["starts"], *story["drains"])
         }
+
+
+async def test_the_gates_checks_and_its_moment_are_kept() -> None:
+    """The router's clock says when it became ready, which a tick sees up to a tick later."""
+    run = await planner(World(HandClock(), t_ready_s=lambda _n: 5.5))
+    await run.step(20)
+    record = (await run.journal.newest("demo", limit=9, changes_only=True))[-1]
+    ready = [o for o in (await run.journal.get(record.decision_id))[1] if o.kind == "ready"]
+    assert ready and all(o.document["ready_ago_s"] == pytest.approx(0.5) for o in ready)
+    assert all(o.document["checks"] == [] for o in ready), "this world has no gate"
+    told = (await run.service.explain(record.decision_id))["timeline"]
+    registered = [m["after_s"] for m in told if m["what"].startswith("registered")]
+    assert registered == [pytest.approx(5.5)] * len(ready)

@@ -152,7 +152,10 @@ class Follower:
             "start": start_document(worker),
             "tier": str(worker.serving.tier) if worker.serving is not None else "unknown",
             "role": str(worker.offer.counts_as),
+            "checks": _checks(worker),
         }
+        if worker.ready_s is not None:
+            document["ready_ago_s"] = max(0.0, worker.renewed_s - worker.ready_s)
         if sample is not None:
             self.book.add(worker.offer.counts_as, sample)
             document["sample"] = sample_document(sample)
