@@ -67,7 +67,10 @@ def rollout(
     _ask("go", planner, model, to=to, surge=surge, watch=watch, json=json)
 
 
-@app.command("status")
+@app.command(
+    "status",
+    epilog=examples("readyplane rollout status", "readyplane rollout status --watch --json"),
+)
 def status(
     watch: Watch = False, model: Model = "", json: Json = False, planner: PlannerAddress = ""
 ) -> None:
@@ -78,13 +81,13 @@ def status(
         raise typer.Exit(code)
 
 
-@app.command("pause")
+@app.command("pause", epilog=examples("readyplane rollout pause"))
 def pause(model: Model = "", json: Json = False, planner: PlannerAddress = "") -> None:
     """Hold it where it is: both generations serve on, and follow the demand."""
     _ask("pause", planner, model, json=json)
 
 
-@app.command("resume")
+@app.command("resume", epilog=examples("readyplane rollout resume --watch"))
 def resume(
     watch: Watch = False, model: Model = "", json: Json = False, planner: PlannerAddress = ""
 ) -> None:
@@ -92,7 +95,7 @@ def resume(
     _ask("resume", planner, model, watch=watch, json=json)
 
 
-@app.command("undo")
+@app.command("undo", epilog=examples("readyplane rollout undo --watch"))
 def undo(
     watch: Watch = False, model: Model = "", json: Json = False, planner: PlannerAddress = ""
 ) -> None:
