@@ -434,3 +434,11 @@ async def test_routers_that_live_are_counted(case: Case) -> None:
     assert await case.store.attend("two", ttl_s=LONG_S) == 2
     await case.passing(0.25)
     assert await case.store.attend("two", ttl_s=LONG_S) == 1
+
+
+async def test_a_leaders_number_only_grows_by_model(case: Case) -> None:
+    """Whichever router a leader speaks to, the others know it from then on (B146)."""
+    store = case.store
+    assert [await store.fence(M, n) for n in (3, 7, 5, 7)] == [3, 7, 7, 7]
+    assert await store.fence("other", 2) == 2
+    assert await store.fence(M, 1) == 7

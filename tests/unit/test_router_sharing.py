@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from readyplane.core.errors import LostLease, NoPair, ReadyplaneError, Unavailable
+from readyplane.core.errors import LostLease, NoPair, ReadyplaneError, StaleEpoch, Unavailable
 from readyplane.core.work import EventKind, RequestEvent, Slo, sequence_hashes
 from readyplane.core.worker import Role, WorkerState
 from readyplane.ports import KvEvent, KvEventBatch, Pair
@@ -88,6 +88,23 @@ def test_workers_of_one_router_serve_at_another() -> None:
         assert [d.kind for d in (await p0.renew()).directives] == ["drain"]
         with pytest.raises(NoPair):
             await one.route(shape("r2"))
+
+    on_virtual_time(main, policy=POLICY, shared=True)
+
+
+def test_a_leader_is_fenced_off_at_every_router() -> None:
+    """B146: a planner that slept drains nobody, not even at a router that never saw its successor."""
+
+    async def main(world: World) -> None:
+        one, two = await world.router(), await world.router()
+        await world.worker(one, "p0", P)
+        await asyncio.sleep(1.5)
+        await one.signals(MODEL, leader_epoch=4)
+        with pytest.raises(StaleEpoch):
+            await two.drain("p0", leader_epoch=3)
+        with pytest.raises(StaleEpoch):
+            await two.signals(MODEL, leader_epoch=3)
+        assert (await two.drain("p0", leader_epoch=4)).state is WorkerState.DRAINING
 
     on_virtual_time(main, policy=POLICY, shared=True)
 

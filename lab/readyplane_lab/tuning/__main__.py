@@ -23,7 +23,7 @@ from readyplane_lab.tuning.search import search
 from readyplane_planner import optimise
 from readyplane_planner.optimise.tuned import RANGES, Parameters
 
-LEARNT = ("isl-burst", "osl-burst", "oscillation")
+LEARNT = ("isl-burst", "osl-burst", "oscillation-240s")
 HELD_OUT = ("flash-crowd", "cache-shift", "calm")
 NAMES = tuple(f.name for f in fields(Parameters))
 OUT = Path(optimise.__file__).with_name("tuned.json")
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cases(names, t_ready_s=given.t_ready, peak=given.peak, seed=given.seed + place)
             for place, names in enumerate((given.learn, given.judge))
         )
-    except (ReadyplaneError, KeyError) as error:
+    except ReadyplaneError as error:
         print(f"tuning: {error}", file=sys.stderr)
         return 2
     document = tune(

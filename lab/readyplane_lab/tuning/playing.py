@@ -7,10 +7,11 @@ reaches more). Played in the fluid mode, by the production brain and its guard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from readyplane.core.errors import NotFound
 from readyplane_lab.proof.entrants import scenarios
 from readyplane_lab.proof.inputs import Case, make_case
 from readyplane_lab.proof.measure import score
@@ -33,9 +34,12 @@ class Played:
     gpu_hours: float
 
 
-def cases(names: Iterable[str], *, t_ready_s: float, peak: float, seed: int) -> list[Case]:
+def cases(names: Sequence[str], *, t_ready_s: float, peak: float, seed: int) -> list[Case]:
     """The inputs by the names of their scenarios. Raises NotFound or InvalidField."""
     known = scenarios()
+    for name in names:
+        if name not in known:
+            raise NotFound("scenario", name, f"known are {', '.join(known)}")
     return [make_case(known[name], t_ready_s=t_ready_s, peak=peak, seed=seed) for name in names]
 
 

@@ -43,6 +43,7 @@ SCRIPT_SHA = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  #
 PREFIX = "rp"
 MODELS = f"{PREFIX}:models"
 ROUTERS = f"{PREFIX}:routers"
+LEADERS = f"{PREFIX}:leaders"
 CHANGES = f"{PREFIX}:changes"
 PARTS = ("records", "epochs", "leases", "vitals", "seats", "reservations", "expiries")
 GRANT_TRIES_MAX = 8
@@ -79,6 +80,15 @@ class RedisStore:
                 pipe.zremrangebyscore(ROUTERS, "-inf", now_s)
                 pipe.zcard(ROUTERS)
                 return int((await pipe.execute())[2])
+
+        return int(await self._bounded(call()))
+
+    async def fence(self, model: str, leader_epoch: int) -> int:
+        async def call() -> int:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.zadd(LEADERS, {model: leader_epoch}, gt=True)
+                pipe.zscore(LEADERS, model)
+                return int((await pipe.execute())[1])
 
         return int(await self._bounded(call()))
 

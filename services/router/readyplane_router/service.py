@@ -190,7 +190,7 @@ class RouterService:
         scale_decision_id: str = "",
         leader_epoch: int = 0,
     ) -> Worker:
-        self._fence(worker_id, leader_epoch)
+        await self._fence(worker_id, leader_epoch)
         return await self.members.drain(
             worker_id,
             epoch=epoch,
@@ -209,7 +209,7 @@ class RouterService:
         scale_decision_id: str = "",
         leader_epoch: int = 0,
     ) -> Worker:
-        self._fence(worker_id, leader_epoch)
+        await self._fence(worker_id, leader_epoch)
         return await self.members.activate(
             worker_id,
             epoch=epoch,
@@ -229,7 +229,7 @@ class RouterService:
         scale_decision_id: str = "",
         leader_epoch: int = 0,
     ) -> Worker:
-        self._fence(worker_id, leader_epoch)
+        await self._fence(worker_id, leader_epoch)
         return await self.members.flip(
             worker_id,
             role=role,
@@ -239,10 +239,20 @@ class RouterService:
             scale_decision_id=scale_decision_id,
         )
 
-    def _fence(self, worker_id: str, leader_epoch: int) -> None:
+    async def _fence(self, worker_id: str, leader_epoch: int) -> None:
         member = self.roster.members.get(worker_id)
-        if member is not None:
-            self._fences.take(member.offer.model, leader_epoch)
+        if member is not None and leader_epoch:
+            await self._follow(member.offer.model, leader_epoch)
+
+    async def _follow(self, model: str, leader_epoch: int) -> None:
+        """Obey a leader, unless this or another router has seen a newer one. Raises StaleEpoch."""
+        self._fences.take(model, leader_epoch)
+        try:
+            newest = await self._store.fence(model, leader_epoch)
+        except Unavailable:
+            return  # what this router has seen itself still counts
+        self._fences.take(model, newest)
+        self._fences.take(model, leader_epoch)
 
     async def list_workers(self, model: str = "") -> Fleet:
         return self.roster.fleet(model)
@@ -323,6 +333,8 @@ class RouterService:
         return unknown
 
     async def signals(self, model: str = "", *, leader_epoch: int = 0) -> RouterSignals:
+        if leader_epoch > self._fences.newest(model):
+            await self._follow(model, leader_epoch)
         self._fences.take(model, leader_epoch)
         now_s = self._clock.monotonic_s()
         return RouterSignals(

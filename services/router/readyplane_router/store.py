@@ -161,6 +161,10 @@ class Store(Protocol):
         """Say that this router lives; returns how many do."""
         ...
 
+    async def fence(self, model: str, leader_epoch: int) -> int:
+        """The greatest number of a leader that any router has seen of the model, with this one."""
+        ...
+
     async def grant(self, record: Record, *, ttl_s: float) -> Record | lease.Lost | lease.Stale:
         """Grant a lease by the rules of `lease.grant`; returns the record that holds it.
 
@@ -312,6 +316,7 @@ class MemoryStore:
         self._clock = clock
         self._models: dict[str, _Model] = {}
         self._routers: dict[str, float] = {}
+        self._leaders: dict[str, int] = {}
         self._watchers: set[asyncio.Queue[Change]] = set()
 
     async def identity(self) -> str:
@@ -322,6 +327,11 @@ class MemoryStore:
         self._routers[router_id] = now_s + ttl_s
         self._routers = {k: until for k, until in self._routers.items() if until > now_s}
         return len(self._routers)
+
+    async def fence(self, model: str, leader_epoch: int) -> int:
+        newest = max(self._leaders.get(model, 0), leader_epoch)
+        self._leaders[model] = newest
+        return newest
 
     async def grant(self, record: Record, *, ttl_s: float) -> Record | lease.Lost | lease.Stale:
         offer = record.offer
