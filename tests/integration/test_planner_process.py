@@ -68,6 +68,9 @@ async def test_the_loop_on_real_time_with_real_stores(database_url: str, redis_u
         decision = (await service.list_decisions(limit=50, changes_only=True))[-1]
         told = await service.explain(decision["decision_id"])
         assert {s["status"] for s in told["starts"]} == {"ready"}
+        for kept in await service.list_decisions(limit=20):
+            again = await service.replay(kept["decision_id"])
+            assert again["same"], again["differences"]
     finally:
         for task in work:
             task.cancel()
@@ -87,7 +90,7 @@ async def test_the_process_serves_alone_says_so_and_stops(
         *(sys.executable, "-m", "readyplane_planner", "--policy", str(policy_file)),
         *("--database-url", database_url, "--redis-url", redis_url),
         *("--router", "127.0.0.1:1", "--actuator", "127.0.0.1:1", "--registry", "127.0.0.1:1"),
-        *("--ready-file", str(ready)),
+        *("--ready-file", str(ready), "--policy-watch-s", "0.1"),
         stderr=asyncio.subprocess.PIPE,
     )
     try:
@@ -109,6 +112,14 @@ async def test_the_process_serves_alone_says_so_and_stops(
                 assert "readyplane_desired_replicas" in (await http.get("/metrics")).text
                 bad = await http.patch("/v1/policy", json={"ttft": 1})
                 assert bad.json()["error"]["field"] == "policy.ttft"
+                policy_file.write_text(policy_file.read_text() + "headroom: 0.4\n")
+                while (await http.get("/v1/policy")).json()["version"] == 1:
+                    await asyncio.sleep(0.1)
+                assert (await http.get("/v1/policy")).json()["policy"]["headroom"] == 0.4
+                policy_file.write_text("model: alone\nheadrom: 0.4\n")
+                while "policy.headrom" not in (await http.get("/v1/state")).json()["degraded"]:
+                    await asyncio.sleep(0.1)
+                assert (await http.get("/v1/policy")).json()["version"] == 2
             process.send_signal(signal.SIGTERM)
             _out, log = await process.communicate()
     finally:

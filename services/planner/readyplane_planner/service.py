@@ -298,7 +298,8 @@ class PlannerService:
         # Without a new answer both are the same one: no rate can be made of it twice.
         self._previous, self._current = self._current, router or self._current
         self._degraded = look.router_error or still or look.actuator_error or self._lead_error
-        self._degraded = self._degraded or self._hand.advice or self._policy_error
+        degraded = self._degraded or self._hand.advice
+        self._degraded = "; ".join(filter(None, (degraded, self._policy_error)))
         return look
 
     def _awaited(self) -> set[str]:
