@@ -12,10 +12,12 @@ import pytest
 
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.core.worker import Role
+from readyplane_lab.demo import DEMO_POLICY
 from readyplane_lab.simulator.directives import Activate, Flip, StandBy
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
+from readyplane_planner.policy import overlay
 from tests.simulation.sim_world import Fixed, steady, world
 
 MODEL = StartUpModel(
@@ -172,10 +174,11 @@ def test_a_standby_serves_soon_after_it_is_told_and_is_paid_for_before() -> None
     assert [w.pool for w in standby] == ["prefill"]
     assert standby[0].allocated_s < 0.0
     assert 10.0 < (standby[0].ready_s or 0.0) < 13.0
-    assert result.counts["gpu_s.prefill.standby"] == pytest.approx(10.0)
+    # It hears of it with its next renewal.
+    assert result.counts["gpu_s.prefill.standby"] == pytest.approx(10.25, abs=0.25)
 
 
-def test_a_standby_is_not_shown_to_the_planner_and_not_given_up() -> None:
+def test_a_standby_loaded_by_hand_is_no_capacity_and_not_given_up() -> None:
     result = world(KEEP, directives=(StandBy(2.0, Role.DECODE, count=2),))
     standbys = [w for w in result.lives if "standby" in w.worker_id]
     assert [w.ready_s for w in standbys] == [None, None]
@@ -195,3 +198,27 @@ def test_a_flipped_worker_serves_the_other_stage_without_a_new_start() -> None:
     assert 0.3 < (after[0].ready_s or 0.0) - after[0].allocated_s < 3.0
     assert {r.outcome for r in result.records} == {"finished"}
     assert len(result.records) == len(steady())
+
+
+def test_a_pool_that_grows_takes_its_standby_and_has_another_one_loaded() -> None:
+    """Ordered, activated and replaced by the planner's service, through the ports."""
+    grows = Fixed((0.0, 2, 2), (20.0, 2, 3))
+    policy = overlay(DEMO_POLICY, {"decode": {"standby": 1}})
+    result = world(grows, policy=policy)
+    decode = [w for w in result.lives if w.pool == "decode" and w.allocated_s > -1.0]
+    first, second = sorted(decode, key=lambda w: w.allocated_s)
+    assert first.ready_s is not None and second.ready_s is None, "one stands by again"
+    # Between the planner's tick and the gate: a renewal and the drawn activation.
+    began_s = second.allocated_s
+    assert 18.0 < began_s < 24.0 and 0.0 < first.ready_s - began_s < 4.0
+    assert result.counts["gpu_s.decode.standby"] > 20.0
+
+
+def test_what_one_pool_gives_up_the_other_one_gets() -> None:
+    moves = Fixed((0.0, 3, 1), (15.0, 2, 2))
+    result = world(moves, initial=(3, 1), policy={"flip": True, "min_ready_s": 2.0})
+    flipped = [w for w in result.lives if "flip" in w.worker_id]
+    assert [(w.pool, w.tier) for w in flipped] == [("decode", "L0")]
+    assert len(result.lives) == 5, "four allocations, one of them twice"
+    assert {r.outcome for r in result.records} == {"finished"}
+    assert result.counts["leases_expired"] == 0

@@ -1,13 +1,12 @@
 """Allocations on virtual time: who holds GPUs, since when, and who may not have any more.
 
 Owns `readyplane.ports.Actuator` for the simulator: its processes are `SimWorker`s, its limits are a
-quota of GPUs per worker class. Besides what the port asks for, it keeps standbys, which the planner
-is not shown, and lets a worker that has drained change its stage. It knows nothing of load.
+quota of GPUs per worker class. It knows nothing of load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from readyplane.core.errors import NotFound, ReadyplaneError, Refused
@@ -51,7 +50,6 @@ class SimActuator:
         self._fences = Fences()
         self._epochs = Epochs("epoch of the leader")
         self._denials: list[_Denial] = []
-        self._flips: dict[str, Order] = {}
 
     async def provision(self, order: Order, *, leader_epoch: int = 0) -> Instance:
         """Start one worker. Idempotent by worker id.
@@ -65,7 +63,7 @@ class SimActuator:
             try:
                 self._check_quota(order)
                 self._check_denials(order)
-                self.begin(order)
+                self.begin(order, Begin.STANDBY if order.standby else Begin.COLD)
             except ReadyplaneError:
                 self.refused += 1
                 raise
@@ -78,40 +76,12 @@ class SimActuator:
         return worker
 
     def ended(self, worker: SimWorker) -> None:
-        """A worker has given its GPUs back, or is about to serve the other stage on them."""
+        """A worker has given its GPUs back."""
         self.living.pop(worker.order.worker_id, None)
-        order = self._flips.pop(worker.order.worker_id, None)
-        if order is not None and not worker.failure:
-            self.begin(order, Begin.FLIP)
-
-    def stand_by(self, order: Order) -> SimWorker:
-        """Allocate and load one worker that is to serve only when activated.
-
-        Raises:
-            Refused: the quota of its class.
-        """
-        self._check_quota(order)
-        return self.begin(order, Begin.STANDBY)
-
-    def activate(self, role: Role, count: int) -> int:
-        """Let standbys serve, the oldest first; returns how many there were."""
-        waiting = [w for w in self.living.values() if w.waits and w.order.role is role]
-        waiting = [w for w in waiting if not w.activated][:count]
-        for worker in waiting:
-            worker.activate()
-        return len(waiting)
-
-    def flip(self, worker: SimWorker, order: Order) -> None:
-        """When it has drained, its GPUs go to that order, with engine and weights in place."""
-        self._flips[worker.order.worker_id] = order
 
     def deny(self, *, until_s: float, granted: int, role: Role | None) -> None:
         """Take only so many more orders of a role (of any, when None) until then."""
         self._denials.append(_Denial(until_s, granted, role))
-
-    def hidden(self) -> Collection[str]:
-        """Workers that the planner is not shown: standbys that do not serve yet."""
-        return [worker_id for worker_id, worker in self.living.items() if worker.waits]
 
     async def release(
         self, worker_id: str, *, grace_s: float = 10.0, reason: str = "", leader_epoch: int = 0
@@ -130,8 +100,7 @@ class SimActuator:
         self._lead(model, leader_epoch)
         ended = [w for w in self.everyone if w not in self.living]
         shown = [*ended[-ENDED_SHOWN:], *self.living]
-        hidden = set(self.hidden())
-        return [self._instance(worker_id) for worker_id in shown if worker_id not in hidden]
+        return [self._instance(worker_id) for worker_id in shown]
 
     def _lead(self, model: str, leader_epoch: int) -> None:
         self._fences.take(model, leader_epoch)
@@ -170,8 +139,8 @@ class SimActuator:
             order=worker.order,
             state=state,
             node=worker_id,
-            allocated_ago_s=now_s - worker.allocated_s,
-            running_ago_s=now_s - worker.allocated_s,
+            allocated_ago_s=now_s - worker.born_s,
+            running_ago_s=now_s - worker.born_s,
             exited_ago_s=None if ended is None else now_s - ended,
             exit_code=None if ended is None else int(bool(worker.failure)),
             reason=worker.failure,

@@ -1,7 +1,7 @@
 """What a fleet can do besides starting and draining: stand by, be activated, change the stage.
 
 Frozen values with a time, seconds since the first arrival, as in `faults`; `script` carries them
-out through the actuator. The planner orders none of them yet.
+out through the ports of actuator and router, as a person or another planner would.
 """
 
 from __future__ import annotations

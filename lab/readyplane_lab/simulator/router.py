@@ -1,17 +1,15 @@
-"""The production router with an ear on it: what the planner is shown, and what is checked and noted.
+"""The production router with an ear on it: what the planner is told, and what is checked and noted.
 
-Owns nothing of the router's work: every call goes through. The planner is shown the fleet as it was
-ordered: a standby not at all.
+Owns nothing of the router's work: every call goes through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from readyplane.core.work import RequestShape
-from readyplane.core.worker import Fleet, Lease, Worker, WorkerOffer
+from readyplane.core.worker import Lease, Worker, WorkerOffer
 from readyplane.ports import Pair, RouterSignals
 from readyplane_lab.simulator.invariants import Epochs, pair_is_ready
 from readyplane_lab.simulator.telemetry import Telemetry
@@ -22,21 +20,19 @@ class SimRouter(RouterService):
     """`RouterService` on virtual time.
 
     Args:
-        telemetry: the way of the signals to the planner. hidden: ids of workers that it is not
-            shown. on_drain: told the id of each worker that is to drain. Others: as `RouterService`.
+        telemetry: the way of the signals to the planner. on_drain: told the id of each worker that
+            is to drain, for good or to serve the other stage. Others: as `RouterService`.
     """
 
     def __init__(
         self,
         *,
         telemetry: Telemetry,
-        hidden: Callable[[], Collection[str]],
         on_drain: Callable[[str], None],
         **parts: Any,
     ) -> None:
         super().__init__(**parts)
         self._telemetry = telemetry
-        self._hidden = hidden
         self._on_drain = on_drain
         self._lease_epochs = Epochs("lease epoch of a worker")
 
@@ -68,14 +64,14 @@ class SimRouter(RouterService):
         self._on_drain(worker_id)
         return worker
 
+    async def flip(self, worker_id: str, **how: Any) -> Worker:
+        """See the port."""
+        worker = await super().flip(worker_id, **how)
+        if worker.told:
+            self._on_drain(worker_id)
+        return worker
+
     async def signals(self, model: str = "", *, leader_epoch: int = 0) -> RouterSignals:
         """See the port; asked by the planner alone."""
         found = await super().signals(model, leader_epoch=leader_epoch)
-        return self._telemetry.passed(replace(found, fleet=self._as_ordered(found.fleet)))
-
-    def _as_ordered(self, fleet: Fleet) -> Fleet:
-        hidden = self._hidden()
-        if not hidden:
-            return fleet
-        workers = {i: w for i, w in fleet.workers.items() if i not in hidden}
-        return replace(fleet, workers=workers)
+        return self._telemetry.passed(found)

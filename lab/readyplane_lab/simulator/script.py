@@ -23,6 +23,7 @@ from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.telemetry import SteppedClock, Telemetry
 from readyplane_lab.simulator.worker import Mishap, SimWorker
 
+NO_LEADER = 0
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 
@@ -146,25 +147,20 @@ class Script:
             case do.StandBy(role=role, count=count):
                 for _ in range(count):
                     number = next(self._numbers)
-                    actuator.stand_by(self._stage.order(f"{role.value[0]}-standby-{number}", role))
+                    order = self._stage.order(f"{role.value[0]}-standby-{number}", role)
+                    with contextlib.suppress(ReadyplaneError):
+                        await actuator.provision(
+                            replace(order, standby=True), leader_epoch=NO_LEADER
+                        )
             case do.Activate(role=role, count=count):
-                actuator.activate(role, count)
+                waiting = [w for w in actuator.living.values() if w.loaded and w.order.role is role]
+                for worker in waiting[:count]:
+                    with contextlib.suppress(ReadyplaneError):
+                        await self._stage.router.activate(worker.order.worker_id)
             case do.Flip(role=role, count=count):
                 for worker in self._serving(role)[:count]:
-                    await self._flip(worker)
-
-    async def _flip(self, worker: SimWorker) -> None:
-        number = next(self._numbers)
-        other = OTHER[worker.order.role]
-        order = replace(
-            worker.order,
-            worker_id=f"{other.value[0]}-flip-{number}",
-            role=other,
-            scale_decision_id="",
-        )
-        self._stage.actuator.flip(worker, order)
-        with contextlib.suppress(ReadyplaneError):
-            await self._stage.router.drain(worker.order.worker_id, reason=f"it becomes {other}")
+                    with contextlib.suppress(ReadyplaneError):
+                        await self._stage.router.flip(worker.order.worker_id, role=OTHER[role])
 
     async def _reclaim(self, workers: list[SimWorker], notice_s: float) -> None:
         for worker in workers:
@@ -182,7 +178,7 @@ class Script:
         serving = [
             (w.ready_s, w.order.worker_id, w)
             for w in self._stage.actuator.living.values()
-            if w.order.role is role and w.ready_s is not None and w.drain_s is None
+            if w.pool == role and w.ready_s is not None and w.drain_s is None
         ]
         return [w for _, _, w in sorted(serving, key=lambda item: item[:2])]
 

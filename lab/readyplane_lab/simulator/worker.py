@@ -8,7 +8,8 @@ the router cannot be reached, and asks for a lost lease once more and passes the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -39,6 +40,8 @@ BLOCK_SIZE = 16
 COMPILING = frozenset({SegmentName.COMPILE, SegmentName.CUDA_GRAPH})
 ASKED_AGAIN_MAX = 8
 REACH_EVERY_S = 0.5
+NEWS_S = 0.5
+"""How often it renews while it stands by or drains, as an agent does."""
 
 Answer = TypeVar("Answer")
 
@@ -49,7 +52,6 @@ class Begin(StrEnum):
     COLD = "cold"
     FIRST = "first"  # as cold, some time before the first request: no other start was in its way
     STANDBY = "standby"  # loaded, then waits to be activated
-    FLIP = "flip"  # engine and weights of a worker that served the other stage
 
 
 class Mishap(StrEnum):
@@ -78,19 +80,33 @@ class Site:
     block_size: int = BLOCK_SIZE
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What an allocation was before it changed its stage; virtual seconds."""
+
+    pool: str
+    allocated_s: float
+    ready_s: float | None
+    drain_s: float | None
+    released_s: float | None
+    tier: WeightTier
+
+
 class SimWorker:
     """One allocation, from order to release.
 
     Args:
         profile: of its engine. told: the one the router is told, where that differs.
         role: that it registers with. start: what names this start among all, for the draws.
-        account: where its GPU-seconds are booked. begin: how it comes to serve.
+        account: where its GPU-seconds are booked. reopen: another account, of the other pool.
+        begin: how it comes to serve.
 
     Attributes:
         allocated_s, ready_s, drain_s, released_s: virtual seconds, None while it has not happened.
         state: where its agent is. tier: where its weights came from.
-        waits: a standby that has not been activated. unreachable_until_s: no word to or from the
-            router before then.
+        born_s: when it was allocated; `allocated_s` and those after it tell of the stage it serves
+            now, `past` of the ones before. unreachable_until_s: no word to or from the router
+            before then.
     """
 
     def __init__(
@@ -103,6 +119,7 @@ class SimWorker:
         role: Role,
         start: tuple[object, ...],
         account: Account,
+        reopen: Callable[[str], Account],
         begin: Begin = Begin.COLD,
         on_released: Callable[[SimWorker], None],
     ) -> None:
@@ -115,11 +132,11 @@ class SimWorker:
         self.engine.on_busy = account.busy
         self.state = State.NEW
         self.tier = WeightTier.UNKNOWN
-        self.allocated_s = site.clock.monotonic_s()
+        self.allocated_s = self.born_s = site.clock.monotonic_s()
+        self.past: tuple[Phase, ...] = ()
         self.ready_s: float | None = None
         self.drain_s: float | None = None
         self.released_s: float | None = None
-        self.waits = begin is Begin.STANDBY
         self.unreachable_until_s = 0.0
         self.failure = ""
         self._site = site
@@ -133,13 +150,15 @@ class SimWorker:
         self._told_ready = False
         self._kv_sequence = 0
         self._kv_anew = False
-        self._activated = asyncio.Event()
+        self._reopen = reopen
+        self._pool = str(order.role)
+        self._served = False
         self.task = asyncio.get_running_loop().create_task(self._live())
 
     @property
     def pool(self) -> str:
-        """Name of the pool that it was ordered for."""
-        return str(self.order.role)
+        """Name of the pool that it serves, or was ordered for."""
+        return self._pool
 
     @property
     def incarnation(self) -> str:
@@ -161,19 +180,22 @@ class SimWorker:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
-    def activate(self) -> None:
-        """A standby is to serve."""
-        self._activated.set()
-
     @property
-    def activated(self) -> bool:
-        """Whether a standby has been told to serve."""
-        return self._activated.is_set()
+    def phase(self) -> Phase:
+        """What it is now, in the words of what it was before."""
+        return Phase(
+            self._pool,
+            self.allocated_s,
+            self.ready_s,
+            self.drain_s,
+            self.released_s,
+            self.tier,
+        )
 
     @property
     def loaded(self) -> bool:
         """Whether a standby could serve at once."""
-        return self.waits and self.state is State.JOINING
+        return self.state is State.STANDBY
 
     def told_to_drain(self) -> None:
         """The router will send nothing new here."""
@@ -204,26 +226,24 @@ class SimWorker:
             self._on_released(self)
 
     async def _start(self) -> None:
-        await self._run(SegmentName.SCHEDULE, self._begin_s())
+        await self._run(SegmentName.SCHEDULE, self._seconds(SegmentName.SCHEDULE))
         await self._in_reach()
         self._lease = await self._site.router.register(self._offer())
         self._tell(Event.LEASE_GRANTED)
         await self._rank("scheduled")
-        renewing = asyncio.get_running_loop().create_task(self._renewing())
-        try:
-            await (self._flip() if self.begin is Begin.FLIP else self._load())
-            if self.begin is Begin.STANDBY:
-                await self._stand_by()
-        finally:
-            renewing.cancel()
-        await asyncio.gather(renewing, return_exceptions=True)
+        async with self._renews():
+            await self._load()
         await self._join()
-        self.ready_s = self._site.clock.monotonic_s()
-        self.account.become(Part.IDLE)
         self._site.sources.add_peer(self.order.worker_id)
 
-    def _begin_s(self) -> float:
-        return 0.0 if self.begin is Begin.FLIP else self._seconds(SegmentName.SCHEDULE)
+    def _serves(self) -> None:
+        """It has passed the gate: to serve, or to wait for its word."""
+        if self.state is State.STANDBY:
+            self.account.become(Part.STANDBY)
+        elif self.ready_s is None:
+            self._served = True
+            self.ready_s = self._site.clock.monotonic_s()
+            self.account.become(Part.IDLE)
 
     async def _load(self) -> None:
         """Every segment of a start up to the canary."""
@@ -245,27 +265,42 @@ class SimWorker:
         await self._drawn(names[-1])
         self._tell(Event.CANARY_PASSED)
 
-    async def _flip(self) -> None:
+    async def _turn(self, to: Role) -> None:
         """Weights and engine are there already: only connections and the canary are new."""
-        self._tell(Event.ENGINE_FOUND)
+        await self._leave(f"it becomes {to}")
+        self.past = (*self.past, replace(self.phase, released_s=self._site.clock.monotonic_s()))
+        self.account.close()
+        self._pool, self.role = str(to), to
+        self.account = self._reopen(self._pool)
+        self.engine.on_busy = self.account.busy
+        self.allocated_s = self._site.clock.monotonic_s()
+        self.ready_s = self.drain_s = None
         self.tier = WeightTier.L0_PEER_GPU
-        await self._placed()
-        seconds = self._site.startup.flipping_s(self._site.draws, *self._named)
-        await self._run(SegmentName.CANARY, seconds)
+        await self._in_reach()
+        self._lease = await self._site.router.register(self._offer())
+        self._tell(Event.TURNED)
+        async with self._renews():
+            await self._rank("connected")
+            await self._rank("placed")
+            turns = len(self.past)
+            seconds = self._site.startup.flipping_s(self._site.draws, *self._named, turns)
+            await self._site.clock.sleep(seconds)
         self._tell(Event.CANARY_PASSED)
+        await self._join()
 
     async def _placed(self) -> None:
         self._tell(Event.ENGINE_UP)
         await self._rank("connected")
         await self._rank("placed")
 
-    async def _stand_by(self) -> None:
-        self.account.become(Part.STANDBY)
-        await self._activated.wait()
+    async def _activate(self) -> None:
+        """A standby is to serve; told too late, it stands by again."""
+        self._tell(Event.ACTIVATE_ASKED)
         self.account.become(Part.BOOT)
         seconds = self._site.startup.activation_s(self._site.draws, *self._named)
-        await self._run(SegmentName.ROUTER_REGISTRATION, seconds)
-        self.waits = False
+        async with self._renews():
+            await self._site.clock.sleep(seconds)
+        await self._join()
 
     async def _or_mishap(self) -> None:
         mishap = self._site.mishap(self.order.role)
@@ -291,24 +326,52 @@ class SimWorker:
             self._tell(Event.REFUSED)
             self.failure = "; ".join(verdict.reasons)
             raise Refused("admission", verdict.reasons)
-        self._tell(Event.ADMITTED)
+        self._tell(Event.STOOD_BY if verdict.standby else Event.ADMITTED)
+        self._serves()
 
     async def _serve(self) -> None:
+        """Renew, and follow the words that come with it, until the word to leave."""
         drained: asyncio.Task[None] | None = None
         while True:
             done = drained is not None and drained.done()
-            kinds = {d.kind for d in await self._renew(drained=done)}
-            if kinds & {"leave", "stop"}:
+            words = {d.kind: d for d in await self._renew(drained=done)}
+            if words.keys() & {"leave", "stop"}:
                 self._tell(Event.LEAVE_ASKED)
                 await self._leave("drained")
                 return
             if self.state is State.REJOINING:
+                drained = None  # a router that came back empty knows of no drain
                 await self._join()
-            if "drain" in kinds and drained is None:
+            flip = words.get("flip")
+            if "activate" in words and self.state is State.STANDBY:
+                await self._activate()
+            elif "drain" in words and self.state not in (State.DRAINING, State.LEAVING):
+                if self.state is State.STANDBY:
+                    self._tell(Event.LEAVE_ASKED)
+                    await self._leave("it stood by and is not needed")
+                    return
                 self._tell(Event.DRAIN_ASKED)
-                drained = asyncio.get_running_loop().create_task(self.engine.idle())
+                drained = drained or asyncio.get_running_loop().create_task(self.engine.idle())
+            elif flip is not None and flip.role is not None:
+                if self.state is State.READY and flip.role is not self.role:
+                    self._tell(Event.FLIP_ASKED)
+                    drained = asyncio.get_running_loop().create_task(self.engine.idle())
+                if self.state is State.FLIPPING and flip.deadline_s == 0.0:
+                    drained = None
+                    await self._turn(flip.role)
             assert self._lease is not None
-            await self._site.clock.sleep(self._lease.ttl_s / 3)
+            soon = self.state in (State.STANDBY, State.DRAINING, State.FLIPPING)
+            await self._site.clock.sleep(NEWS_S if soon else self._lease.ttl_s / 3)
+
+    @contextlib.asynccontextmanager
+    async def _renews(self) -> AsyncIterator[None]:
+        """Keep the lease while something takes its time."""
+        renewing = asyncio.get_running_loop().create_task(self._renewing())
+        try:
+            yield
+        finally:
+            renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
 
     async def _renewing(self) -> None:
         while True:
@@ -323,7 +386,7 @@ class SimWorker:
         answer = await self._asked(lambda: self._site.router.renew(self._renewal(drained)))
         self._lease = answer.lease
         # The finished segments are told once more after admission, then never again.
-        self._told_ready = self.ready_s is not None
+        self._told_ready = self._served or self.state is State.STANDBY
         self._kv_anew = self._kv_anew or any(d.kind == "replay_kv" for d in answer.directives)
         return answer.directives
 
@@ -435,15 +498,14 @@ class SimWorker:
             manifest_digest=self._manifest.digest,
             node=order.worker_id,
             scale_decision_id=order.scale_decision_id,
-            ordered_ago_s=self._site.clock.monotonic_s() - self.allocated_s,
+            ordered_ago_s=self._site.clock.monotonic_s() - self.born_s,
             mode=order.mode,
             convertible=order.convertible_tpot_s > 0,
+            standby=order.standby and not self._served,
         )
 
     def _progress(self) -> StartProgress:
-        return StartProgress(
-            self.allocated_s, self._site.clock.monotonic_s(), tuple(self._segments)
-        )
+        return StartProgress(self.born_s, self._site.clock.monotonic_s(), tuple(self._segments))
 
     def _serving(self) -> Serving:
         config = self._manifest.config
@@ -458,6 +520,7 @@ class SimWorker:
             tokenizer_digest=self._manifest.tokenizer_digest,
             tier=self.tier,
             mode=self.order.mode,
+            flips=True,
         )
 
     def _checks(self, group_epoch: int) -> tuple[CheckResult, ...]:

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from readyplane import profiles
@@ -43,7 +43,7 @@ from readyplane_lab.simulator.world_result import (
     WorldResult,
     columns_of,
     from_zero,
-    life_of,
+    lives_of,
     row_of,
 )
 from readyplane_lab.workload.request import WorkloadRequest
@@ -122,7 +122,6 @@ class World:
         self.actuator = SimActuator(self.spawn, clock=self.clock, quota=options.quota)
         self.router = SimRouter(
             telemetry=self.telemetry,
-            hidden=self.actuator.hidden,
             on_drain=self._drains,
             store=MemoryStore(self.clock),
             epochs=MemoryEpochs(),
@@ -210,6 +209,7 @@ class World:
             role=Role.BOTH if takes_both else order.role,
             start=(*kind, self._starts[kind]),
             account=self.ledger.open(str(order.role), profile.gpus),
+            reopen=lambda pool: self.ledger.open(pool, profile.gpus),
             begin=how,
             on_released=self.actuator.ended,
         )
@@ -287,8 +287,9 @@ class World:
             records=records,
             asked=tuple(r.osl for r in sorted(requests, key=lambda r: r.index)),
             lives=tuple(
-                life_of(w, prices=prices, began_s=began_s, ended_s=ended_s)
+                life
                 for w in self.actuator.everyone.values()
+                for life in lives_of(w, prices=prices, began_s=began_s, ended_s=ended_s)
             ),
             decisions=decisions,
             series=columns_of(self._rows),
@@ -387,6 +388,7 @@ class World:
                     order = self.order(
                         f"{role.value[0]}-{what}-{chr(97 + number % 26)}{number}", role
                     )
+                    order = replace(order, standby=how is Begin.STANDBY)
                     workers.append(self.actuator.begin(order, how))
         deadline_s = self.clock.monotonic_s() + READY_WITHIN_S
         while any(w.ready_s is None and not w.loaded for w in workers):
@@ -415,7 +417,7 @@ class World:
         for worker_id, worker in self.actuator.living.items():
             invariants.engine_is_sound(worker_id, worker.engine)
         held = (
-            (w.account.gpus, w.allocated_s, now_s if w.released_s is None else w.released_s)
+            (w.account.gpus, w.born_s, now_s if w.released_s is None else w.released_s)
             for w in self.actuator.everyone.values()
         )
         invariants.bill_adds_up(self.ledger.total(), held, self.ledger.window)

@@ -6,7 +6,7 @@ Owns how what happened is told: times on the clock of the run, which begins with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,30 +65,35 @@ class WorldResult:
         )
 
 
-def life_of(
+def lives_of(
     worker: SimWorker, *, prices: Mapping[str, float], began_s: float, ended_s: float
-) -> Life:
-    """One allocation on the clock of the run; `prices` are those that are not the profile's."""
+) -> Iterator[Life]:
+    """One allocation on the clock of the run, a life for each stage that it served.
+
+    `prices` are those that are not the profile's.
+    """
 
     def since(at_s: float | None) -> float | None:
         return None if at_s is None else at_s - began_s
 
-    released_s = ended_s if worker.released_s is None else min(ended_s, worker.released_s)
     worker_class = worker.order.worker_class
-    return Life(
-        worker_id=worker.order.worker_id,
-        pool=worker.pool,
-        worker_class=worker_class,
-        gpus=worker.profile.gpus,
-        price_per_gpu_hour=prices.get(worker_class, worker.profile.price_per_gpu_hour),
-        allocated_s=worker.allocated_s - began_s,
-        ready_s=since(worker.ready_s),
-        drain_s=since(worker.drain_s),
-        released_s=released_s - began_s,
-        tier=str(worker.tier),
-        failure=worker.failure,
-        decision_id=worker.order.scale_decision_id,
-    )
+    phases = (*worker.past, worker.phase)
+    for number, phase in enumerate(phases):
+        released_s = ended_s if phase.released_s is None else min(ended_s, phase.released_s)
+        yield Life(
+            worker_id=worker.order.worker_id + ("-flip" * number),
+            pool=phase.pool,
+            worker_class=worker_class,
+            gpus=worker.profile.gpus,
+            price_per_gpu_hour=prices.get(worker_class, worker.profile.price_per_gpu_hour),
+            allocated_s=phase.allocated_s - began_s,
+            ready_s=since(phase.ready_s),
+            drain_s=since(phase.drain_s),
+            released_s=released_s - began_s,
+            tier=str(phase.tier),
+            failure=worker.failure if number == len(phases) - 1 else "",
+            decision_id=worker.order.scale_decision_id,
+        )
 
 
 def row_of(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -285,7 +285,10 @@ def _give_up(
     """
     if not count and not retire:
         return 0
-    soon = {c.worker_id: arrives_soon(c.age_s, quantiles) for c in pool.coming}
+    soon = {
+        c.worker_id: fast.left_s(c.mode, c.age_s) or arrives_soon(c.age_s, quantiles)
+        for c in pool.coming
+    }
     far = [c for c in pool.coming if soon[c.worker_id] is None]
     coming = victims.from_coming(far, count)
     near = {w: s for w, s in soon.items() if s is not None}

@@ -41,6 +41,15 @@ PRIORS = {
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
+def left_s(mode: str, age_s: float) -> float | None:
+    """Seconds until a worker that was told serves, at a guess; None for one that only starts.
+
+    Its start is paid for already: it is never cancelled as one that is far away.
+    """
+    known = PRIORS.get(mode)
+    return None if known is None else max(0.1, known.p50_s - age_s)
+
+
 def activations(standby: Iterable[WorkerView], count: int, pool: str) -> tuple[Activation, ...]:
     """At most `count` standbys to be told to serve: of the newest generation the oldest first."""
     ranked = sorted(standby, key=lambda w: (-w.generation, -(w.standby_age_s or 0.0), w.worker_id))
@@ -140,9 +149,17 @@ def shortcuts(
 
 
 def too_many(pool: Pool, count: int, used: Container[str]) -> list[str]:
-    """Of the standbys and those that are to become one: the youngest, who are paid for least."""
-    young = sorted(pool.preparing, key=lambda c: (c.age_s, c.worker_id))
-    old = sorted(pool.standby, key=lambda w: (w.generation, w.standby_age_s or 0.0, w.worker_id))
+    """Of the standbys and those that are to become one: the youngest, who are paid for least.
+
+    What a planner ordered carries its decision; whoever was loaded by hand is left to that hand.
+    """
+    young = sorted(
+        (c for c in pool.preparing if c.decision_id), key=lambda c: (c.age_s, c.worker_id)
+    )
+    old = sorted(
+        (w for w in pool.standby if w.scale_decision_id and not w.attached),
+        key=lambda w: (w.generation, w.standby_age_s or 0.0, w.worker_id),
+    )
     names = [c.worker_id for c in young] + [w.worker_id for w in old if w.worker_id not in used]
     return names[:count]
 

@@ -42,6 +42,7 @@ class Coming:
     attached: bool = False
     worker_class: str = ""
     mode: str = ""
+    decision_id: str = ""
 
 
 @dataclass(slots=True)
@@ -198,7 +199,16 @@ def census(
         if not observation.allocations_known or age_s < plan.order_grace_s:
             digest = order.digest or plan.manifest_digest
             number, worker_class = order.number, order.worker_class
-            coming = Coming(worker_id, age_s, digest, number, False, worker_class, order.mode)
+            coming = Coming(
+                worker_id,
+                age_s,
+                digest,
+                number,
+                False,
+                worker_class,
+                order.mode,
+                order.decision_id,
+            )
             (pool.preparing if order.standby else pool.coming).append(coming)
         else:
             pool.failed.append(worker_id)
@@ -301,6 +311,7 @@ def _starting(
         worker.attached,
         worker.worker_class,
         worker.mode,
+        worker.scale_decision_id,
     )
     if worker.failure or (allocation is not None and allocation.state in ENDED):
         pool.failed.append(worker.worker_id)
@@ -372,6 +383,7 @@ def _without_lease(pool: Pool, allocation: Allocation, view: _View) -> None:
         False,
         allocation.worker_class,
         allocation.mode,
+        allocation.scale_decision_id,
     )
     if worker_id in view.draining:
         pool.overdue.append(coming)
