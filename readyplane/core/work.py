@@ -197,6 +197,42 @@ def _bin(edges: Sequence[int], value: int) -> int:
     return max(0, bisect_right(edges, value) - 1)
 
 
+def place_of(isl: int, osl: int) -> tuple[int, int]:
+    """(row, column) of a request in joint counts."""
+    return _bin(ISL_EDGES, isl), _bin(OSL_EDGES, osl)
+
+
+def with_running(
+    finished: NDArray[np.float64], running: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Joint counts in which requests that still run stand where they may end.
+
+    Lengths of finished requests alone are those of the short ones: while load or lengths grow, the
+    long ones still run. Each running request is spread over the lengths beyond what it has emitted,
+    in proportion to what is known to end there (redistribution to the right, which is the
+    Kaplan-Meier estimate): by requests with such prompts, else by all. Where nobody was known to go on
+    for so long, it takes as long again.
+
+    Args:
+        finished: joint ISL/OSL counts. running: the same by output tokens emitted so far.
+    """
+    whole = finished.copy()
+    everybody = finished.sum(axis=0)
+    for row, own in zip(running, whole, strict=True):
+        for column in row.nonzero()[0].tolist():
+            # Of the column's own ends, about half lie beyond what these have emitted.
+            for known in (own, everybody):
+                beyond = known[column:].copy()
+                beyond[0] *= 0.5
+                total = float(beyond.sum())
+                if total > 1e-9:
+                    own[column:] += row[column] * beyond / total
+                    break
+            else:
+                own[_bin(OSL_EDGES, 2 * OSL_EDGES[column])] += row[column]
+    return whole
+
+
 @lru_cache(maxsize=1)
 def _osl_bins() -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Upper end, middle and width of each OSL bin."""

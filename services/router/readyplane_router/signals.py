@@ -10,10 +10,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from readyplane.core.work import ISL_EDGES, LengthStats, expected_remaining
+from readyplane.core.work import (
+    ISL_EDGES,
+    LengthStats,
+    expected_remaining,
+    place_of,
+    with_running,
+)
 
 BINS_MAX = 16_384
 GENERATIONS_MAX = 16
@@ -114,6 +120,8 @@ class Lengths:
     """Joint ISL/OSL counts that age, and forecasts from them that are cheap to ask for."""
 
     REFRESH_EVERY = 32
+    REBUILD_EVERY = 8
+    """Times that the remaining output is asked for between two looks at who still runs."""
 
     def __init__(self, *, half_life: int, quantile: float) -> None:
         """`half_life` finished requests halve a count; `quantile` is what gets reserved."""
@@ -125,6 +133,9 @@ class Lengths:
         self._bins: dict[int, int] = {}  # by prompt tokens
         self._counts = self.stats.counts.copy()
         self._snapshot: tuple[tuple[float, ...], ...] | None = None
+        self._asked = self.REBUILD_EVERY
+        self._ahead: dict[tuple[int, int], float] = {}  # as _forecasts, by those who run as well
+        self._whole = self._counts
 
     def add(self, isl: int, osl: int) -> None:
         """One finished request."""
@@ -151,24 +162,47 @@ class Lengths:
         left = float(max(1, cap - emitted))
         return min(mean, left), min(high, left)
 
-    def remaining_in_all(self, requests: Iterable[tuple[int, int, int | None]]) -> float:
-        """Sum of the means of many requests, each (isl, emitted, cap)."""
-        total, bins, forecasts = 0.0, self._bins, self._forecasts
+    def remaining_in_all(self, requests: Sequence[tuple[int, int, int | None]]) -> float:
+        """Sum of the means of many running requests, each (isl, emitted, cap).
+
+        That they run already counts: where answers grow longer, those that have ended are the
+        short ones.
+        """
+        self._asked += 1
+        if self._asked > self.REBUILD_EVERY:
+            self._asked = 1
+            running = self.stats.counts * 0.0
+            for isl, emitted, _ in requests:
+                running[place_of(isl, emitted)] += 1.0
+            self._whole = with_running(self._counts, running)
+            self._ahead.clear()
+        total, bins, ahead = 0.0, self._bins, self._ahead
         for isl, emitted, cap in requests:
-            found = forecasts.get((bins.get(isl, -1), emitted & ~15))
-            mean = (found or self._forecast(isl, emitted))[0]
+            mean = ahead.get((bins.get(isl, -1), emitted & ~15))
+            if mean is None:
+                mean = self._mean_ahead(isl, emitted)
             if cap is not None and mean > cap - emitted:
                 mean = float(max(1, cap - emitted))
             total += mean
         return total
 
-    def _forecast(self, isl: int, emitted: int) -> tuple[float, float]:
+    def _mean_ahead(self, isl: int, emitted: int) -> float:
+        key = self._key(isl, emitted)
+        mean = expected_remaining(self._whole, isl=key[0], emitted=key[1], cap=None)
+        if len(self._ahead) < 4_096:
+            self._ahead[key] = mean
+        return mean
+
+    def _key(self, isl: int, emitted: int) -> tuple[int, int]:
         low = self._bins.get(isl)
         if low is None:
             low = ISL_EDGES[bisect_right(ISL_EDGES, isl) - 1] if isl > 0 else 0
             if len(self._bins) < BINS_MAX:
                 self._bins[isl] = low
-        key = (low, emitted & ~15)
+        return low, emitted & ~15
+
+    def _forecast(self, isl: int, emitted: int) -> tuple[float, float]:
+        key = self._key(isl, emitted)
         found = self._forecasts.get(key)
         if found is None:
             found = (
