@@ -365,3 +365,21 @@ async def test_the_decision_replays_with_what_it_told() -> None:
         a["worker_id"] for a in record.document["activations"]
     ]
     assert [c.kind for c in memory.changing] == ["activate"]
+
+
+async def test_what_it_took_is_told_with_the_decision_and_expected_the_next_time() -> None:
+    wants = Follows(1, 1)
+    run = await planner(
+        World(HandClock()), merged(policy(), {"decode": {"standby": 1}}), brain=wants
+    )
+    await run.step(10)
+    wants.wanted = (1, 2)
+    await run.step(4)
+    told = await run.journal.outcomes(MODEL, "activated", limit=9)
+    assert [o.document["seconds"] for o in told] == [pytest.approx(1.0, abs=0.6)]
+    stood_by = await run.journal.outcomes(MODEL, "stood_by", limit=9)
+    assert stood_by[0].document["sample"]["ready_s"] == pytest.approx(5.4, abs=0.5)
+    known = run.service._book.changes(now_s=run.world.clock.now_s)
+    assert known["decode/h200-slow10/activate"].count == 1
+    state = await run.service.state()
+    assert state["pools"]["decode"]["standby"] in (0, 1)

@@ -11,6 +11,9 @@ planner goes on.
 | allocated, running | the actuator's list shows the allocation, its process; at_s is when it began |
 | provisioned | the router shows a lease |
 | ready | the gate let it in; with the whole start, the gate's checks and where weights came from |
+| stood_by | the gate let it in as a standby; with the whole start, like `ready` |
+| activating, activate_failed, activated | the router took the word, did not; it serves, after `seconds` |
+| flipping, flip_failed, flipped | the same of a change of the stage, its drain included |
 | first_request | the router has assigned it work, or its engine has computed something |
 | failed | its process ended by itself; with the start as far as it came |
 | draining, drain_failed, drained | the router took the drain, did not; the worker has left |
@@ -29,6 +32,7 @@ from readyplane.core.errors import NotFound
 from readyplane.core.worker import Worker, WorkerState
 from readyplane.ports import Instance
 from readyplane_planner.actuators import Done
+from readyplane_planner.decide import POOLS, ROLE_OF, fast
 from readyplane_planner.journal import Journal, Outcome, Record
 from readyplane_planner.judgement import due_after_s, judge, to_judge
 from readyplane_planner.starts import StartBook, sample_document, sample_of, start_document
@@ -41,6 +45,7 @@ BEFORE_MAX = 120
 AFTER_MAX = 600
 AGAIN_S = 10.0
 """A decision that cannot be judged yet is looked at again after that."""
+CHANGED = {"activating": ("activated", fast.ACTIVATE), "flipping": ("flipped", fast.FLIP)}
 SERVING = frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.STALLED})
 
 
@@ -55,6 +60,7 @@ class Follower:
     starting: dict[str, Worker] = field(default_factory=dict)
     placed: dict[str, None] = field(default_factory=dict)
     sampled: dict[tuple[str, str], None] = field(default_factory=dict)
+    changing: dict[str, tuple[Done, float]] = field(default_factory=dict)
     _out: list[Outcome] = field(default_factory=list)
 
     def calls(self, done: Iterable[Done], *, wall_s: float) -> None:
@@ -64,6 +70,9 @@ class Follower:
             self._tell(call.decision_id, call.worker_id, call.kind, wall_s, note)
             if call.kind == "draining":
                 self.draining[call.worker_id] = call.decision_id
+            elif call.kind in CHANGED and call.worker_id not in self.changing:
+                self.changing[call.worker_id] = call, wall_s
+                _bound(self.changing, STARTING_MAX)
 
     def look(
         self,
@@ -80,6 +89,10 @@ class Follower:
             worker_id, decision_id = worker.worker_id, worker.offer.scale_decision_id
             alive.add(worker_id)
             self._tell(decision_id, worker_id, "provisioned", wall_s, {})
+            if worker_id in self.changing:
+                self._changed(worker, now_s=now_s, wall_s=wall_s)
+            if worker.state is WorkerState.STANDBY:
+                self._ready(worker, instances, now_s=now_s, wall_s=wall_s, kind="stood_by")
             if worker.state in SERVING:
                 self.starting.pop(worker_id, None)
                 self._ready(worker, instances, now_s=now_s, wall_s=wall_s)
@@ -135,11 +148,32 @@ class Follower:
             if worker_id not in alive:
                 self._tell(decision_id, worker_id, "drained", wall_s, {})
                 del self.draining[worker_id]
-        for worker_id in [w for w in self.serving if w not in alive]:
+        # Who changes the stage is between two leases for a moment; it is not gone.
+        for worker_id in [w for w in self.serving if w not in alive and w not in self.changing]:
             self._tell(self.serving.pop(worker_id), worker_id, "left", wall_s, {})
 
+    def _changed(self, worker: Worker, *, now_s: float, wall_s: float) -> None:
+        """Whether it serves as it was told by now."""
+        call, told_s = self.changing[worker.worker_id]
+        role = worker.offer.counts_as
+        flips = call.kind == "flipping"
+        if worker.state is not WorkerState.READY or (role is ROLE_OF[call.pool]) is flips:
+            return
+        del self.changing[worker.worker_id]
+        seconds = max(0.0, wall_s - told_s)
+        kind, mode = CHANGED[call.kind]
+        pool = next(name for name in POOLS if ROLE_OF[name] is role)
+        self.book.changed(pool, worker.offer.worker_class, mode, seconds, now_s=now_s)
+        self._tell(call.decision_id, worker.worker_id, kind, wall_s, {"seconds": seconds})
+
     def _ready(
-        self, worker: Worker, instances: Iterable[Instance], *, now_s: float, wall_s: float
+        self,
+        worker: Worker,
+        instances: Iterable[Instance],
+        *,
+        now_s: float,
+        wall_s: float,
+        kind: str = "ready",
     ) -> None:
         if worker.key in self.sampled:
             return
@@ -159,7 +193,7 @@ class Follower:
         if sample is not None:
             self.book.add(worker.offer.counts_as, sample)
             document["sample"] = sample_document(sample)
-        self._tell(worker.offer.scale_decision_id, worker.worker_id, "ready", wall_s, document)
+        self._tell(worker.offer.scale_decision_id, worker.worker_id, kind, wall_s, document)
 
     def _tell(
         self,

@@ -20,7 +20,7 @@ from readyplane.core.startup import (
     start_quantiles,
 )
 from readyplane.core.worker import Role, Worker, WorkerState
-from readyplane_planner.decide import POOLS, ROLE_OF, Plan, start_key
+from readyplane_planner.decide import POOLS, ROLE_OF, Plan, fast, start_key
 
 SAMPLES_MAX = 64
 SAMPLE_AGE_S_MAX = 6 * 3600.0
@@ -108,12 +108,28 @@ class StartBook:
 
     def __init__(self) -> None:
         self._samples: dict[Role, deque[StartSample]] = {}
+        self._changes: dict[tuple[str, str, str], deque[StartSample]] = {}
         self._known: dict[tuple[Role, str, str, StartQuantiles], tuple[float, StartQuantiles]] = {}
 
     def add(self, role: Role, sample: StartSample) -> None:
         """Keep one more."""
         self._samples.setdefault(role, deque(maxlen=SAMPLES_MAX)).append(sample)
         self._known.clear()
+
+    def changed(
+        self, pool: str, worker_class: str, kind: str, seconds: float, *, now_s: float
+    ) -> None:
+        """Keep what an activation or a flip took, from the word until it served."""
+        mine = self._changes.setdefault((pool, worker_class, kind), deque(maxlen=SAMPLES_MAX))
+        tier, mode = WeightTier.L0_PEER_GPU, StartMode.JIT
+        mine.append(StartSample(worker_class, tier, mode, 0.0, seconds, now_s))
+
+    def changes(self, *, now_s: float) -> dict[str, StartQuantiles]:
+        """By `start_key`, with the kind of change in place of a start mode."""
+        return {
+            start_key(*key): start_quantiles(tuple(kept), now_s=now_s, prior=fast.PRIORS[key[2]])
+            for key, kept in self._changes.items()
+        }
 
     def recall(self, told: Iterable[tuple[Mapping[str, Any], float]]) -> None:
         """Take in `ready` outcomes of the journal, each with the clock at which it was seen."""
@@ -157,9 +173,9 @@ def t_ready(
     book: StartBook, plan: Plan, *, prior: StartQuantiles, now_s: float
 ) -> dict[str, StartQuantiles]:
     """Quantiles by pool, of its reference class in its usual mode, and by `start_key` besides where
-    classes or modes are to be chosen among.
+    classes or modes are to be chosen among, or where activations and flips were seen.
     """
-    found: dict[str, StartQuantiles] = {}
+    found: dict[str, StartQuantiles] = book.changes(now_s=now_s)
     chosen = plan.start_mode == "auto"
     usual = StartMode.JIT if chosen else StartMode(plan.start_mode)
     for name in POOLS:

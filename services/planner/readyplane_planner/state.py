@@ -135,6 +135,7 @@ def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) 
         "provisioned": provisioned,
         "ready": ready,
         "draining": sum(w.state is WorkerState.DRAINING for w in mine),
+        "standby": sum(w.state is WorkerState.STANDBY for w in mine),
         "desired_rate": pool.target * rate,
         "provisioned_rate": provisioned * rate,
         "ready_rate": ready * rate,
