@@ -41,7 +41,7 @@ class Knobs:
     window_s: float = 10.0
     warmup_s: float = 300.0
     prior_margin: float = 0.3
-    aci_step: float = 0.05
+    aci_step: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
