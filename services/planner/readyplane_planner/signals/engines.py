@@ -133,7 +133,12 @@ def _value(
         for other in row.less:
             off = sum(s.value for s in found if s.name == other)
             value = max(0.0, value - (samples.check(other, off, bad) or 0.0))
-        return value * units.factor(row.unit, WANTED[name], field=f"engines.{metric}.unit")
+        value *= units.factor(row.unit, WANTED[name], field=f"engines.{metric}.unit")
+        if WANTED[name] == "ratio" and value > 1.0:
+            # A share of more than all: another unit than the table says, or a broken sample.
+            bad.append(f"{metric}={value:g} of 1")
+            return None
+        return value
     return None
 
 
