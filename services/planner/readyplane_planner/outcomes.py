@@ -32,7 +32,7 @@ from readyplane.core.errors import NotFound
 from readyplane.core.worker import Worker, WorkerState
 from readyplane.ports import Instance
 from readyplane_planner.actuators import Done
-from readyplane_planner.decide import POOLS, ROLE_OF, fast
+from readyplane_planner.decide import POOLS, ROLE_OF, Decision, fast
 from readyplane_planner.journal import Journal, Outcome, Record
 from readyplane_planner.judgement import due_after_s, judge, to_judge
 from readyplane_planner.starts import StartBook, sample_document, sample_of, start_document
@@ -45,8 +45,17 @@ BEFORE_MAX = 120
 AFTER_MAX = 600
 AGAIN_S = 10.0
 """A decision that cannot be judged yet is looked at again after that."""
-CHANGED = {"activating": ("activated", fast.ACTIVATE), "flipping": ("flipped", fast.FLIP)}
 SERVING = frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.STALLED})
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a worker of a pool was told, by which decision, and when."""
+
+    kind: str
+    decision_id: str
+    pool: str
+    told_s: float
 
 
 @dataclass(slots=True)
@@ -60,7 +69,7 @@ class Follower:
     starting: dict[str, Worker] = field(default_factory=dict)
     placed: dict[str, None] = field(default_factory=dict)
     sampled: dict[tuple[str, str], None] = field(default_factory=dict)
-    changing: dict[str, tuple[Done, float]] = field(default_factory=dict)
+    changing: dict[str, Word] = field(default_factory=dict)
     _out: list[Outcome] = field(default_factory=list)
 
     def calls(self, done: Iterable[Done], *, wall_s: float) -> None:
@@ -70,9 +79,16 @@ class Follower:
             self._tell(call.decision_id, call.worker_id, call.kind, wall_s, note)
             if call.kind == "draining":
                 self.draining[call.worker_id] = call.decision_id
-            elif call.kind in CHANGED and call.worker_id not in self.changing:
-                self.changing[call.worker_id] = call, wall_s
-                _bound(self.changing, STARTING_MAX)
+            elif call.kind in {"activate_failed", "flip_failed"}:
+                self.changing.pop(call.worker_id, None)
+
+    def expects(self, decision: Decision, *, wall_s: float) -> None:
+        """A decision that is carried out now tells these workers to serve, or to change the stage."""
+        for kind, words in (("activate", decision.activations), ("flip", decision.flips)):
+            for word in words:
+                told = Word(kind, decision.decision_id, word.pool, wall_s)
+                self.changing.setdefault(word.worker_id, told)
+        _bound(self.changing, STARTING_MAX)
 
     def look(
         self,
@@ -154,17 +170,16 @@ class Follower:
 
     def _changed(self, worker: Worker, *, now_s: float, wall_s: float) -> None:
         """Whether it serves as it was told by now."""
-        call, told_s = self.changing[worker.worker_id]
-        role = worker.offer.counts_as
-        flips = call.kind == "flipping"
-        if worker.state is not WorkerState.READY or (role is ROLE_OF[call.pool]) is flips:
+        word, role = self.changing[worker.worker_id], worker.offer.counts_as
+        flips = word.kind == fast.FLIP
+        if worker.state is not WorkerState.READY or (role is ROLE_OF[word.pool]) is flips:
             return
         del self.changing[worker.worker_id]
-        seconds = max(0.0, wall_s - told_s)
-        kind, mode = CHANGED[call.kind]
+        seconds = max(0.0, wall_s - word.told_s)
         pool = next(name for name in POOLS if ROLE_OF[name] is role)
-        self.book.changed(pool, worker.offer.worker_class, mode, seconds, now_s=now_s)
-        self._tell(call.decision_id, worker.worker_id, kind, wall_s, {"seconds": seconds})
+        self.book.changed(pool, worker.offer.worker_class, word.kind, seconds, now_s=now_s)
+        kind = "flipped" if flips else "activated"
+        self._tell(word.decision_id, worker.worker_id, kind, wall_s, {"seconds": seconds})
 
     def _ready(
         self,

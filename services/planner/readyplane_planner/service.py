@@ -383,6 +383,7 @@ class PlannerService:
             return
         self._succession.carry_on(self._hand, self._memory)
         self._hand.take(decision, leader_epoch=self._leadership.epoch)
+        self._follower.expects(decision, wall_s=wall_s)
         self._hand.tell_again(
             decision,
             inputs.observation,
