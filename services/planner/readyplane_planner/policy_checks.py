@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from readyplane.core.profile import ClassProfile
 from readyplane_planner.decide import Plan
+from readyplane_planner.decide.values import PoolPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,8 @@ def unreachable(plan: Plan, *, isl: float, osl: float) -> tuple[Warned, ...]:
         isl, osl: mean lengths in tokens that the policy assumes.
     """
     prefill, decode = plan.prefill, plan.decode
-    own_s = plan.overhead_s + prefill.profile.prefill_s(isl)
-    step_s = decode.profile.iteration_s(1.0, isl + osl / 2.0)
+    own_s = plan.overhead_s + min(p.prefill_s(isl) for p in _profiles(prefill))
+    step_s = min(p.iteration_s(1.0, isl + osl / 2.0) for p in _profiles(decode))
     checks = (
         (
             "policy.slo.ttft_s",
@@ -63,3 +65,8 @@ def unreachable(plan: Plan, *, isl: float, osl: float) -> tuple[Warned, ...]:
         for field, value, best, missed, text in checks
         if missed
     )
+
+
+def _profiles(pool: PoolPlan) -> list[ClassProfile]:
+    """Of every class that the pool may start: the best of them says what can be had."""
+    return [c.profile for c in pool.classes] or [pool.profile]
