@@ -6,11 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from readyplane_planner import guard_drift
 from readyplane_planner.decide import Memory, stances
+from readyplane_planner.decide import drift as judged
+from readyplane_planner.decide.drift import (
+    DriftMemory,
+    Evidence,
+    Patience,
+    PoolDrift,
+    Stance,
+    Watch,
+)
 from readyplane_planner.decide.stances import Care
 from readyplane_planner.guard import Counts, Limits, Trust, Verdict
-from readyplane_planner.guard_drift import DriftMemory, Evidence, Patience, PoolDrift, Stance, Watch
 from tests.unit.planner_world import HandClock, World, planner, policy
 
 GOOD = Evidence(coverage=0.9, judged=100, actual=0.5, predicted=0.5, count=50)
@@ -40,34 +47,34 @@ PATIENCE = Patience(enter_s=60.0, forecast_s=240.0, leave_s=120.0, band=0.1)
 def test_what_is_drift(
     evidence: Evidence, forecast: bool | None, model: bool | None, actuation: bool
 ) -> None:
-    assert guard_drift.forecast_is_off(evidence) is forecast
-    assert guard_drift.model_is_off(evidence, 0.1) is model
-    assert guard_drift.actuation_is_off(evidence) is actuation
+    assert judged.forecast_is_off(evidence) is forecast
+    assert judged.model_is_off(evidence, 0.1) is model
+    assert judged.actuation_is_off(evidence) is actuation
 
 
 def test_entered_after_a_while_and_left_after_longer() -> None:
     seen, active = Watch(), []
     for tick in range(60):
         bad = 5 <= tick < 20 or tick == 25
-        seen = guard_drift.watch(seen, bad, PATIENCE, now_s=tick * 10.0)
+        seen = judged.watch(seen, bad, PATIENCE, now_s=tick * 10.0)
         active.append(seen.active)
     assert active.index(True) == 5 + 6, "60 s of bad evidence"
     assert all(active[11:38]), "a bad look on the way out begins the way out anew"
     assert not any(active[38:]) and seen.entered == 1
-    assert guard_drift.watch(seen, None, PATIENCE, now_s=1e6) == seen, "unknown changes nothing"
+    assert judged.watch(seen, None, PATIENCE, now_s=1e6) == seen, "unknown changes nothing"
 
 
 def test_a_moment_is_no_drift() -> None:
     seen = Watch()
     for tick in range(100):
-        seen = guard_drift.watch(seen, tick % 6 != 0, PATIENCE, now_s=tick * 10.0)
+        seen = judged.watch(seen, tick % 6 != 0, PATIENCE, now_s=tick * 10.0)
     assert not seen.active and seen.entered == 0
 
 
-@pytest.mark.parametrize("kind", guard_drift.KINDS)
+@pytest.mark.parametrize("kind", judged.KINDS)
 def test_drift_is_said_and_nothing_shrinks(kind: str) -> None:
     before = PoolDrift(**{kind: Watch(active=True, bad_since_s=0.0)})
-    after, stance = guard_drift.look(before, GOOD, PATIENCE, now_s=100.0)
+    after, stance = judged.look(before, GOOD, PATIENCE, now_s=100.0)
     assert getattr(after, kind).active, "good for no time yet"
     assert [code for code, _text in stance.reasons] == [f"drift_{kind}", "fallback"]
     limits = Limits(1, 10)
@@ -93,7 +100,7 @@ def test_a_hold_is_within_the_bounds_and_a_conflict_is_not() -> None:
 
 def test_memory_moves_to_another_clock() -> None:
     was = DriftMemory(PoolDrift(model=Watch(True, 5.0, None, 2)), PoolDrift())
-    now = guard_drift.moved(was, 10.0)
+    now = judged.moved(was, 10.0)
     assert now.prefill.model == Watch(True, 15.0, None, 2)
     assert now.decode == PoolDrift()
     assert Memory().drift == DriftMemory()

@@ -7,7 +7,7 @@ from typing import Any
 
 from readyplane.kit.telemetry import Metrics
 from readyplane_planner.decide import POOLS, Memory, Plan
-from readyplane_planner.guard_drift import KINDS
+from readyplane_planner.decide.drift import KINDS
 from readyplane_planner.signals import Kind
 from readyplane_planner.state import Seen
 

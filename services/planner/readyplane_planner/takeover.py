@@ -20,7 +20,7 @@ import msgspec
 
 from readyplane.core.errors import ReadyplaneError
 from readyplane.kit.clock import Clock
-from readyplane_planner import guard, guard_drift, rollout
+from readyplane_planner import guard, rollout
 from readyplane_planner.actuators import Hand
 from readyplane_planner.decide import (
     Decision,
@@ -29,6 +29,7 @@ from readyplane_planner.decide import (
     OpenOrder,
     Release,
     StartOrder,
+    drift,
     fast,
     ownership,
 )
@@ -299,7 +300,7 @@ def moved(memory: Memory, by_s: float) -> Memory:
         changing=fast.moved(memory.changing, by_s),
         last_s=None,
         late_since_s=None,
-        drift=guard_drift.moved(memory.drift, by_s),
+        drift=drift.moved(memory.drift, by_s),
         owned_p=ownership.moved(memory.owned_p, by_s),
         owned_d=ownership.moved(memory.owned_d, by_s),
         rollout=rollout.moved(memory.rollout, by_s),

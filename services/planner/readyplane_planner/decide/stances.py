@@ -1,18 +1,17 @@
 """How careful each pool is treated now: drift, hand edits and conflicts, from this tick's evidence.
 
-Owns gathering the evidence for `guard_drift` and `ownership` and applying what they say to verdicts.
+Owns gathering the evidence for `drift` and `ownership` and applying what they say to verdicts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from readyplane_planner import guard_drift
-from readyplane_planner.decide import demand, outlook, ownership
+from readyplane_planner.decide import demand, drift, outlook, ownership
+from readyplane_planner.decide.drift import Evidence, Patience, Stance
 from readyplane_planner.decide.pools import Pool
 from readyplane_planner.decide.values import POOLS, Memory, Plan, Reason
 from readyplane_planner.guard import Counts, Limits, Trust, Verdict, fallback
-from readyplane_planner.guard_drift import Evidence, Patience, Stance
 from readyplane_planner.signals import Observation
 
 YOUNG_S = 60.0
@@ -49,7 +48,7 @@ def look(
         load = seen.load_p if is_p else seen.load_d
         evidence = _evidence(observation, plan, memory, pool, model, seen, now_s)
         before = memory.drift.prefill if is_p else memory.drift.decode
-        drift, stance = guard_drift.look(before, evidence, Patience(band=plan.band), now_s=now_s)
+        seen_drift, stance = drift.look(before, evidence, Patience(band=plan.band), now_s=now_s)
         if observation.idle and stance.conservative:
             # Known to have nothing to do: whatever drifted, nobody is needed for it.
             stance = replace(stance, conservative=False)
@@ -67,12 +66,12 @@ def look(
             text = f"somebody else has changed this pool by {change:+d}"
             said.append(Reason("hand_edit", text, name))
         said.extend(Reason(code, text, name) for code, text in stance.reasons)
-        drifts.append(drift)
+        drifts.append(seen_drift)
         owned.append(mine)
         cares.append(Care(stance, ownership.held(mine, now_s=now_s), load.value))
     memory = replace(
         memory,
-        drift=guard_drift.DriftMemory(*drifts),
+        drift=drift.DriftMemory(*drifts),
         owned_p=owned[0],
         owned_d=owned[1],
     )

@@ -12,9 +12,9 @@ from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import Role
 from readyplane_planner.capacity import Combine, Correction, Load
+from readyplane_planner.decide.drift import DriftMemory
 from readyplane_planner.forecast import Forecast, Knobs, Series
 from readyplane_planner.guard import Counts, Limits, PoolMemory
-from readyplane_planner.guard_drift import DriftMemory
 from readyplane_planner.optimise.values import Candidate
 from readyplane_planner.rollout import Generation, Rollout, Rules, Told
 from readyplane_planner.signals import Signal
@@ -234,7 +234,7 @@ class Memory:
         last_s: clock of the last decision. numbered: worker names given so far.
         late_since_s: since when the wait before prefill alone misses TTFT.
         fallbacks: how often the optimiser failed, failing: in a row. blind: looks in a row without
-        knowing. bases: what the windows rest on. drift, owned_p, owned_d: see guard_drift, ownership.
+        knowing. bases: what the windows rest on. drift, owned_p, owned_d: see drift, ownership.
         overrides: guard rules that changed a target. changing: told to serve, or to change the stage.
     """
 
