@@ -6,9 +6,12 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from readyplane_planner.signals import engines, exposition, forward_pass
 from readyplane_planner.signals.outside import EngineLoad
+from readyplane_planner.signals.queries import answer, query
 
 VLLM = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -185,3 +188,45 @@ def test_a_broken_number_of_a_document_is_unknown_and_named() -> None:
     found, _why = forward_pass.read(document(queued_requests=queued))
     assert found is not None and found.bad == ("w.sum_prefill_tokens=nan",)
     assert forward_pass.load([found]).waiting_prefill_tokens is None
+
+
+# --------------------------------------------------------------------------- whatever comes
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["status", "data", "result", "resultType", "value", "metric", "x"]),
+            inner | st.sampled_from(["success", "vector", "scalar"]),
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(body=JSON)
+def test_any_answer_of_a_query_is_read_and_never_raises(body: object) -> None:
+    asked = query("queue", "x{$selector}", "tokens", selector={"a": "b"})
+    for found in (body, {"status": "success", "data": {"resultType": "vector", "result": body}}):
+        reading = answer(asked, found, asked_s=1.0)
+        assert reading.value is None or (math.isfinite(reading.value) and reading.value >= 0)
+        assert (reading.value is None) == bool(reading.why)
+
+
+@given(lines=st.lists(st.sampled_from(VLLM.splitlines()) | st.text(max_size=40), max_size=12))
+def test_any_page_is_read_and_never_raises(lines: list[str]) -> None:
+    for engine in engines.TABLES:
+        load, _life, _bad = engines.read("\n".join(lines), engine)
+        assert all(v is None or v >= 0 for v in (load.running, load.kv_usage, load.kv_tokens))
+
+
+@given(body=JSON)
+def test_any_document_is_read_and_never_raises(body: object) -> None:
+    given_doc = document(scheduled_requests=body, queued_requests=body)
+    for found in (body, given_doc):
+        read, why = forward_pass.read(found)
+        assert (read is None) == bool(why)
+        if read is not None:
+            forward_pass.load([read, read])

@@ -143,7 +143,9 @@ def load_signals(path: Path) -> SignalsFile:
         field = ".".join(["signals", *(str(part) for part in first["loc"])])
         kind = UnknownField if first["type"] == "extra_forbidden" else InvalidField
         remedy = "remove it" if kind is UnknownField else str(first["msg"]).lower()
-        raise kind(field, first.get("input"), remedy) from error
+        # A URL may carry a password: it is named and not shown.
+        shown = "***" if field.endswith(".url") else first.get("input")
+        raise kind(field, shown, remedy) from error
 
 
 def make_sources(
@@ -209,7 +211,7 @@ def _target(entry: TargetEntry, place: int, *, alone: bool) -> Target:
     streamed = entry.engine == "fpm"
     if entry.url.startswith("tcp://") != streamed:
         scheme = "tcp://HOST:PORT" if streamed else "http://HOST:PORT/metrics"
-        raise InvalidField(f"{field}.url", entry.url, f"an engine {entry.engine} is at {scheme}")
+        raise InvalidField(f"{field}.url", "***", f"an engine {entry.engine} is at {scheme}")
     if not entry.worker_id and (alone or not streamed):
         raise InvalidField(f"{field}.worker_id", "", "name the worker that it belongs to")
     if alone and (entry.role is None or not entry.worker_class):

@@ -44,6 +44,21 @@ def signals(
     return found
 
 
+def lengths(read: Mapping[str, Signal], otherwise: Lengths) -> Lengths:
+    """Mean lengths of what queries tell of, where they do: tokens over requests of the same span."""
+
+    def mean(tokens: str, requests: str, known: float) -> float:
+        top, bottom = read.get(tokens), read.get(requests)
+        if top is None or bottom is None or not (top.known and bottom.known and bottom.get() > 0):
+            return known
+        return max(1.0, top.get() / bottom.get())
+
+    isl = mean("prompt_work", "arrivals", otherwise.isl)
+    uncached = mean("prefill_work", "arrivals", min(isl, otherwise.uncached))
+    osl = mean("generated", "finished", otherwise.osl)
+    return replace(otherwise, isl=max(isl, uncached), uncached=uncached, osl=osl)
+
+
 def over(
     told: Mapping[str, Signal], read: Mapping[str, Signal], lengths: Lengths
 ) -> dict[str, Signal]:

@@ -96,6 +96,7 @@ def observe(
         "kv": gauge(kv, "tokens"),
     }
     read = laid.signals(outside.readings, now_s=now_s, stale_after_s=priors.stale_after_s, bad=bad)
+    lengths = laid.lengths(read, lengths)
     bad.extend(f"{e.worker_id}: {name}" for e in _engines(current) for name in e.bad)
     latency = {} if current is None else samples.latencies(current, bad)
     signals = laid.over(told, read, lengths)
