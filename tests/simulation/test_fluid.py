@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
+from readyplane.core.errors import InvalidField
 from readyplane.core.worker import Role
 from readyplane_lab.demo import DEMO_POLICY
 from readyplane_lab.simulator import faults
@@ -226,6 +227,13 @@ def test_decode_workers_that_lend_their_time_help_a_small_prefill_pool() -> None
         assert attainment(fluid, 0.1) == pytest.approx(attainment(events, 0.1), abs=0.05)
         found.append(attainment(fluid, 0.1))
     assert found[1] > found[0] + 0.05
+
+
+@pytest.mark.parametrize("changes", [{"decode": {"standby": 1}}, {"flip": True}])
+def test_what_a_fluid_has_not_is_refused_by_name(changes: dict[str, Any]) -> None:
+    options = FluidOptions(overlay(DEMO_POLICY, changes))
+    with pytest.raises(InvalidField, match=next(iter(changes))):
+        run_fluid(options, [WorkloadRequest(0, 1.0, 100, 10, ())])
 
 
 @pytest.mark.parametrize("fleet", [(5, 7), (4, 6), (3, 9)])

@@ -251,6 +251,17 @@ async def canary(
     ]
 
 
+def canary_again(before: CheckResult, question: Question, now: GenerateResult) -> CheckResult:
+    """The canary of a worker that was proved before, with what it answers now."""
+    answered = list(now.token_ids)
+    golden = list(question.golden) or list(before.evidence.get("token_ids", ()))
+    right = answered == golden
+    why = "" if right else f"answers {answered} by now, {golden} is known"
+    return CheckResult(
+        before.name, before.passed and right, {**before.evidence, "token_ids": answered}, why
+    )
+
+
 async def _stops(engine: EnginePort, question: Question, first: GenerateResult) -> tuple[bool, str]:
     """Whether the end-of-sequence token ends an answer and `ignore_eos` keeps it from doing so.
 

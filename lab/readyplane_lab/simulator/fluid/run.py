@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from readyplane.core.errors import InvalidField
 from readyplane.core.work import Slo
 from readyplane_lab.simulator.fluid.arrivals import Arrivals, arrivals_of
 from readyplane_lab.simulator.fluid.control import Control
@@ -33,6 +34,7 @@ def run_fluid(options: FluidOptions, requests: Sequence[WorkloadRequest] | Arriv
         InvalidField: a policy or columns that make no sense.
     """
     policy = _of_one_class(read_policy(options.policy))
+    _check(policy)
     initial = options.initial or (max(1, policy.prefill.min), max(1, policy.decode.min))
     profiles = pool_profiles(policy)
     if not isinstance(requests, Arrivals):
@@ -71,6 +73,17 @@ def _of_one_class(policy: Policy) -> Policy:
     pools = {name: getattr(policy, name).model_copy(update=none) for name in ("prefill", "decode")}
     mode = "jit" if policy.start_mode == "auto" else policy.start_mode
     return policy.model_copy(update={**pools, "start_mode": mode})
+
+
+def _check(policy: Policy) -> None:
+    """Refuse what a fluid has not: workers that wait, or change what they are."""
+    remedy = "play it by events, or leave it out"
+    for name in ("prefill", "decode"):
+        standby = getattr(policy, name).standby
+        if standby:
+            raise InvalidField(f"policy.{name}.standby", standby, remedy)
+    if policy.flip:
+        raise InvalidField("policy.flip", policy.flip, remedy)
 
 
 def _play(
