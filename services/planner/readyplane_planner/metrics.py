@@ -8,6 +8,7 @@ from typing import Any
 from readyplane.kit.telemetry import Metrics
 from readyplane_planner.decide import POOLS, Memory, Plan
 from readyplane_planner.decide.drift import KINDS
+from readyplane_planner.rollout import Phase
 from readyplane_planner.signals import Kind
 from readyplane_planner.state import Seen
 
@@ -72,6 +73,9 @@ class PlannerMetrics:
         self._reversals = gauge("readyplane_target_reversals", "Changes of direction", LABELS)
         self._correction = gauge(
             "readyplane_service_rate_correction_ratio", "Measured over profiled rate", LABELS
+        )
+        self._phase = gauge(
+            "readyplane_rollout_phase", "1 for the phase that the roll-out is in", ("model", "phase")
         )
         self._decisions = counter(
             "readyplane_decisions", "Decisions by what they did", ("model", "kind")
@@ -153,6 +157,8 @@ class PlannerMetrics:
             for kind in KINDS:
                 self._drift.labels(model, name, kind).set(getattr(drift, kind).active)
         self._leader.labels(model).set(1 if leading else 0)
+        for phase in Phase:
+            self._phase.labels(model, str(phase)).set(leading and decision.rollout.phase is phase)
         self._tick.labels(model).observe(took_s)
 
     def call(self, model: str, outcome: str) -> None:
