@@ -387,10 +387,12 @@ def _tready(inputs: Inputs, change: Change) -> Applied:
     after = change.of(now)
     if after <= 0:
         raise InvalidField(change.key, change.text, "give more than 0 seconds")
-    for pool in pools:
-        q = starts[pool]
-        k = change.of(q.p50_s) / q.p50_s if q.p50_s > 0 else 1.0
-        starts[pool] = StartQuantiles(q.p50_s * k, q.p90_s * k, q.p99_s * k, q.count, q.age_s)
+    for key, q in inputs.observation.t_ready.items():
+        # A key of a class or mode begins with its pool; those starts change alike.
+        if key.partition("/")[0] in pools:
+            usual_s = inputs.observation.t_ready[key.partition("/")[0]].p50_s
+            k = change.of(usual_s) / usual_s if usual_s > 0 else 1.0
+            starts[key] = StartQuantiles(q.p50_s * k, q.p90_s * k, q.p99_s * k, q.count, q.age_s)
     observation = replace(inputs.observation, t_ready=starts)
     return now, after, replace(inputs, observation=observation)
 

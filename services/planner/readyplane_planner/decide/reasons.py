@@ -122,11 +122,17 @@ class _Teller:
         self._name, self._pool, self._plan = name, pool, plan
         self._observation, self._need = observation, need
         self._short = "P" if name == "prefill" else "D"
+        # Of several classes: what is needed is told in workers of one of them.
+        several = plan.pool(name).classes
+        self._unit = f" of {plan.pool(name).worker_class}" if several else ""
 
     def grows(self, mine: Sequence[Reason]) -> list[Reason]:
         """Why the target rises: what is needed, else the floor or whatever rule lifted it."""
         need, pool = self._need, self._pool
-        if need is not None and need.workers > pool.before:
+        grows = need is not None and need.workers > pool.before
+        if self._unit and pool.wanted is not None:
+            grows = pool.wanted > pool.before
+        if need is not None and grows:
             return [self._reason(CODES[need.why], self._needs(need))]
         lifted = [r for r in mine if r.code in WEIGHTY]
         if lifted:
@@ -156,8 +162,9 @@ class _Teller:
         asked = f" ({hold_down_s(guard, limits, now_s):.1f} s are asked for)"
         if need is None:
             return [self._reason("surplus", f"{self._short} needs {pool.keep} workers{lasted}")]
+        of = f"workers{self._unit}, {pool.before} are there," if self._unit else ""
         text = (
-            f"{self._short} needs {_number(need.workers)} of {pool.before} workers, "
+            f"{self._short} needs {_number(need.workers)} {of or f'of {pool.before} workers,'} "
             f"{_number(need.keep)} with the band of {plan.band:.0%},{lasted}{asked}: {self._work(need)}"
         )
         return [self._reason("surplus", text)]
@@ -174,7 +181,7 @@ class _Teller:
         return f"the other {self._pool.counts.live} are enough: {self._needs(self._need)}"
 
     def _needs(self, need: Need) -> str:
-        lead = f"{self._short} needs {_number(need.workers)} workers"
+        lead = f"{self._short} needs {_number(need.workers)} workers{self._unit}"
         if need.why == "memory":
             lead += " for memory"
         elif need.why == "handover":
