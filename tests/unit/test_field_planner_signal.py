@@ -117,6 +117,15 @@ def test_b02_an_empty_answer_at_the_peak_is_no_zero() -> None:
     assert bench.targets == (1, 1), "fresh samples are back: now it may shrink"
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["sum(x{$selector}) or vector(0)", "(x{$selector} OR on() vector(0)) / 2"],
+)
+def test_b02_a_query_that_fills_in_for_lost_data_is_refused(text: str) -> None:
+    with pytest.raises(InvalidField, match="no load"):
+        asked("queue", text)
+
+
 def test_b04_idle_walks_down_and_no_data_holds() -> None:
     """Flat, fresh counters, undefined latencies, nothing in flight: idle, down to the minimum."""
     nothing = {"ttft_actual": Latency(20.0), "tpot_actual": Latency(20.0)}
@@ -259,7 +268,7 @@ def test_b10_a_burst_on_another_model_changes_nothing_here() -> None:
         ("sum(rate(vllm:prompt_tokens_total{$selector}[1m]))", ""),
         ('sum by (pod) (x{$selector,le="1"}) / on(pod) group_left(a, b) y{$selector}', ""),
         ("histogram_quantile(0.9, sum by (le) (rate(x_bucket{ $selector }[1m])))", ""),
-        ("(x{$selector} or vector(0)) * 60", ""),
+        ("(x{$selector} or y{$selector}) * 60", ""),
         ('max(x{$selector}) by (model_name) + scalar(y{job=~"a.*",$selector} offset 5m)', ""),
         ("{__name__='x',$selector}", ""),
         ("sum(rate(x[1m]))", "x"),

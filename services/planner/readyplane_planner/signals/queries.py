@@ -28,6 +28,7 @@ _TOKEN = re.compile(
 )
 _LISTS = frozenset({"by", "without", "on", "ignoring", "group_left", "group_right"})
 _WORDS = _LISTS | {"and", "or", "unless", "bool", "offset", "atan2", "inf", "nan"}
+_FILLED = re.compile(r"\bor\b\s*(?:(?:on|ignoring)\s*\([^)]*\)\s*)?vector\s*\(", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_:]")
 _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -58,7 +59,8 @@ def query(
         selector: label names and values of this one deployment. field: where it was written.
 
     Raises:
-        InvalidField: unknown signal, no unit, no selector, or a metric that does not carry it.
+        InvalidField: unknown signal, no unit, no selector, a metric that does not carry it, or a
+            number in the place of no data.
     """
     where = f"{field}.{signal}"
     if signal not in SIGNAL_UNITS:
@@ -67,6 +69,9 @@ def query(
     latency = SIGNAL_UNITS[signal] == "s" or signal.endswith("_count")
     if latency and not window_s:
         raise InvalidField(f"{where}.window_s", window_s, "say how many seconds it covers")
+    if _FILLED.search(text):
+        remedy = "leave `or vector(…)` away: lost data would be read as no load (B02)"
+        raise InvalidField(f"{where}.query", text, remedy)
     bare = unselected(text)
     if bare or PLACE not in text:
         what = f"{bare} may be of any deployment; " if bare else ""
