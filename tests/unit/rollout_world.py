@@ -142,6 +142,7 @@ class Fleet:
             now_s=self.now_s,
         )
         self._check(turn.step, sides)
+        self._check_rest(turn, sides)
         self.state, self.generation, self.step = turn.state, turn.generation, turn.step
         self.phases.append(turn.state.phase)
         self._act(turn.step, sides)
@@ -241,6 +242,28 @@ class Fleet:
                 self._begin(place, step.grow, left=self.start)
             for _ in range(step.surge[place]):
                 self._begin(place, step.goal, left=self.start)
+
+    def _check_rest(self, turn: rollout.Turn, sides: tuple[Side, Side]) -> None:
+        """The short way through a tick at rest is the same as the long one."""
+        there = [m.digest for side in sides for m in side.members]
+        if self.hold or not rollout.quiet(
+            self.state, self.generation, there, self.wanted, self.rules
+        ):
+            return
+        serving = moves.serving(sides, self.generation.digest).get(self.generation.digest, [0, 0])
+        short = rollout.rest(
+            self.state,
+            self.generation,
+            self._facts(sides).tallies,
+            self.rules,
+            serving=(serving[0], serving[1]),
+            now_s=self.now_s,
+        )
+        assert short.step == turn.step
+        assert short.generation == turn.generation
+        assert replace(short.state, ticked_s=None) == replace(turn.state, ticked_s=None)
+        told = replace(turn.told, new=short.told.new, old=(0, 0), leaving=0)
+        assert told == short.told
 
     def _check(self, step: rollout.Step, sides: tuple[Side, Side]) -> None:
         """What must hold whatever is decided."""

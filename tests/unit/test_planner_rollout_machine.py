@@ -105,8 +105,8 @@ class AnyRollout(RuleBasedStateMachine):
 
 
 AnyRollout.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=14,
+    max_examples=30,
+    stateful_step_count=12,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

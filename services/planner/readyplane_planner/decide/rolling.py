@@ -6,6 +6,7 @@ turn asks for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from readyplane_planner import rollout
@@ -14,7 +15,7 @@ from readyplane_planner.decide.pools import Pool
 from readyplane_planner.decide.values import POOLS, Memory, Plan
 from readyplane_planner.guard import Counts, Verdict
 from readyplane_planner.rollout import Facts, Member, Side, Stage, Tally
-from readyplane_planner.signals import Observation
+from readyplane_planner.signals import Observation, WorkerView
 
 Both = tuple[Pool, Pool]
 
@@ -29,21 +30,26 @@ def turn(
     now_s: float,
 ) -> rollout.Turn:
     """The roll-out's turn, after the guard said what each pool shall have."""
+    told = observation.generations
+    tallies = None
+    if told is not None:
+        tallies = {w.digest: Tally(w.finished, w.attained, w.failed) for w in told}
+    state, generation, wanted = memory.rollout, memory.generation, plan.manifest_digest
+    if not plan.paused and rollout.quiet(state, generation, _digests(pools), wanted, plan.rollout):
+        p, d = (sum(not w.attached and _served_long(w, plan) for w in pool.ready) for pool in pools)
+        return rollout.rest(state, generation, tallies, plan.rollout, serving=(p, d), now_s=now_s)
     sides = [
         _side(pool, verdict, observation, plan, memory, now_s=now_s)
         for pool, verdict in zip(pools, verdicts, strict=True)
     ]
     starts_s = [observation.t_ready[name].p99_s * plan.eta_bound_factor for name in POOLS]
-    told = observation.generations
     facts = Facts(
-        wanted=plan.manifest_digest,
+        wanted=wanted,
         hold=plan.paused,
         known=observation.fleet_known and observation.allocations_known,
         orders=observation.allocations_known,
         idle=observation.idle,
-        tallies=None
-        if told is None
-        else {w.digest: Tally(w.finished, w.attained, w.failed) for w in told},
+        tallies=tallies,
         late=None if told is None else {w.digest: w.late for w in told},
         start_s=max(starts_s),
         drain_s=plan.drain_deadline_s + plan.orphan_s,
@@ -51,8 +57,8 @@ def turn(
         room_gpus=_room_gpus(plan, pools, verdicts),
     )
     return rollout.advance(
-        memory.rollout,
-        memory.generation,
+        state,
+        generation,
         (sides[0], sides[1]),
         facts,
         plan.rollout,
@@ -88,7 +94,7 @@ def _side(
             w.worker_id,
             w.manifest_digest,
             w.generation,
-            Stage.READY if (w.ready_age_s or 0.0) >= plan.min_ready_s else Stage.FRESH,
+            Stage.READY if _served_long(w, plan) else Stage.FRESH,
             w.active,
         )
         for w in pool.ready
@@ -121,6 +127,18 @@ def _side(
         failed=len((lost & ordered) - refused),
         came=len(ordered & {w.worker_id for w in pool.ready}),
     )
+
+
+def _digests(pools: Both) -> Iterator[str]:
+    """Of everyone of the planner's own who serves or is to."""
+    for pool in pools:
+        for workers in (pool.ready, pool.waiting):
+            yield from (w.manifest_digest for w in workers if not w.attached)
+        yield from (c.digest for c in pool.coming if not c.attached)
+
+
+def _served_long(worker: WorkerView, plan: Plan) -> bool:
+    return (worker.ready_age_s or 0.0) >= plan.min_ready_s
 
 
 def _room_gpus(plan: Plan, pools: Both, verdicts: tuple[Verdict, Verdict]) -> int | None:

@@ -6,7 +6,7 @@ moved together, because a prefill and a decode worker pair only within one gener
 the generation of new orders, extra starts, workers to drain and starts to give back.
 """
 
-from readyplane_planner.rollout.drive import Turn, advance, moved
+from readyplane_planner.rollout.drive import Turn, advance, moved, quiet, rest
 from readyplane_planner.rollout.values import (
     RESTING,
     Asked,
@@ -42,4 +42,6 @@ __all__ = [
     "Turn",
     "advance",
     "moved",
+    "quiet",
+    "rest",
 ]

@@ -7,8 +7,8 @@ phase follows, `moves` who may go, `health` how the new generation does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from readyplane_planner.rollout import health, moves
 from readyplane_planner.rollout.health import Finding, Health
@@ -27,6 +27,7 @@ from readyplane_planner.rollout.values import (
     Sides,
     Stage,
     Step,
+    Tally,
     Told,
 )
 
@@ -59,11 +60,27 @@ class _Seen:
     generation: Generation
     promised: float
     now_s: float
+    served: dict[str, moves.Counts] = field(default_factory=dict)
+    strangers: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def serving(self, goal: str) -> moves.Counts:
+        """Serving workers by artifact, looked up once."""
+        found = self.served.get(goal)
+        if found is None:
+            found = self.served[goal] = moves.serving(self.sides, goal)
+        return found
+
+    def others(self, goal: str) -> tuple[int, int]:
+        """Workers of other generations by pool, those who drain not counted."""
+        found = self.strangers.get(goal)
+        if found is None:
+            p, d = moves.others(self.sides, goal)
+            found = self.strangers[goal] = len(p), len(d)
+        return found
 
     def old(self, goal: str) -> int:
-        """Workers of other generations, those who drain not counted."""
-        p, d = moves.others(self.sides, goal)
-        return len(p) + len(d)
+        """The same of both pools."""
+        return sum(self.others(goal))
 
     def leaving(self, goal: str) -> int:
         """Workers of other generations who drain."""
@@ -91,7 +108,8 @@ def advance(
     if facts.hold or not generation.digest:
         first = generation if generation.digest else Generation(facts.wanted, 1)
         step = Step(first, state.goal, owns=state.phase not in RESTING)
-        return Turn(step, state, generation, _told(state, None, sides, state.phase, first))
+        seen = _Seen(sides, facts, rules, first, promised, now_s)
+        return Turn(step, state, generation, _told(state, None, seen, state.phase, first))
     seen = _Seen(sides, facts, rules, generation, promised, now_s)
     left = state.phase
     state, finding = _watched(_counted_on(state, seen), seen)
@@ -105,7 +123,52 @@ def advance(
         generation = state.goal if state.goal.digest else generation
     else:
         generation = step.grow
-    return Turn(step, state, generation, _told(state, finding, sides, left, generation))
+    return Turn(step, state, generation, _told(state, finding, seen, left, generation))
+
+
+def quiet(
+    state: Rollout, generation: Generation, digests: Iterable[str], wanted: str, rules: Rules
+) -> bool:
+    """Whether one generation serves and nothing else is wanted, so that `rest` is all there is.
+
+    Args:
+        digests: of everyone there.
+    """
+    known = ("", generation.digest)
+    return (
+        state.phase in RESTING
+        and generation.digest != ""
+        and wanted in (*known, state.rejected)
+        and (rules.asked is None or rules.asked.id == state.asked)
+        and all(digest in known for digest in digests)
+    )
+
+
+def rest(
+    state: Rollout,
+    generation: Generation,
+    tallies: Mapping[str, Tally] | None,
+    rules: Rules,
+    *,
+    serving: tuple[int, int],
+    now_s: float,
+) -> Turn:
+    """One tick in which there is nothing to do but to note what the generation attains."""
+    evidence = health.gather(state.evidence, tallies, "", rules, now_s=now_s)
+    state = replace(state, evidence=evidence, ticked_s=now_s)
+    now = state.goal if state.goal.digest else generation
+    told = Told(
+        phase=state.phase,
+        to=state.to,
+        before=state.before,
+        serves=now,
+        reason=state.reason,
+        by=state.by,
+        begun_s=state.begun_s,
+        since_s=state.since_s,
+        new=serving,
+    )
+    return Turn(Step(now, now), state, now, told)
 
 
 def _established(generation: Generation, sides: Sides, wanted: str) -> Generation:
@@ -174,7 +237,7 @@ def _watched(state: Rollout, seen: _Seen) -> tuple[Rollout, Finding | None]:
         idle_since_s=idle_since_s,
         failures=(failures[0], failures[1]),
     )
-    serving = moves.serving(seen.sides, goal).get(goal, [0, 0])
+    serving = seen.serving(goal).get(goal, [0, 0])
     came = (seen.old(goal) + seen.leaving(goal), sum(serving))
     best = state.best
     if facts.known and (best is None or came[0] < best[0] or came[1] > best[1]):
@@ -269,7 +332,7 @@ def _progress(state: Rollout, seen: _Seen, finding: Finding) -> tuple[Event | No
         if long and not old and not leaving and _trusted(state, seen, finding):
             return Event.VERIFIED, _evidence_text(state, seen, finding)
         return None, ""
-    counts = moves.serving(seen.sides, goal)
+    counts = seen.serving(goal)
     if not old and (state.phase is not Phase.ROLLING_BACK or not leaving):
         return Event.EMPTIED, f"nobody but {_short(state.goal)} is left"
     proved = state.phase is Phase.SURGING and moves.pairs(counts, goal, seen.sides)
@@ -398,7 +461,7 @@ def _proven(state: Rollout, seen: _Seen) -> Generation:
 
     Before the new one has proved itself it is the old one, as long as that serves at all.
     """
-    counts = moves.serving(seen.sides, state.to.digest)
+    counts = seen.serving(state.to.digest)
     old, new = (counts.get(g.digest, [0, 0]) for g in (state.before, state.to))
     if state.phase is Phase.SURGING or Phase.SURGING is state.resumes:
         serves = state.before.digest and moves.pairs(counts, state.before.digest, seen.sides)
@@ -419,9 +482,8 @@ def _ids(members: Iterable[Member]) -> tuple[str, ...]:
 
 def _lines(state: Rollout, seen: _Seen, finding: Finding | None) -> Iterator[str]:
     goal = state.goal
-    counts = moves.serving(seen.sides, goal.digest)
-    old = [len(x) for x in moves.others(seen.sides, goal.digest)]
-    new = counts.get(goal.digest, [0, 0])
+    old = seen.others(goal.digest)
+    new = seen.serving(goal.digest).get(goal.digest, [0, 0])
     yield (
         f"{new[0]} P and {new[1]} D of {_short(goal)} serve, {old[0]} P and {old[1]} D of others "
         f"are left; {state.reason}"
@@ -435,11 +497,10 @@ def _lines(state: Rollout, seen: _Seen, finding: Finding | None) -> Iterator[str
 
 
 def _told(
-    state: Rollout, finding: Finding | None, sides: Sides, left: Phase, serves: Generation
+    state: Rollout, finding: Finding | None, seen: _Seen, left: Phase, serves: Generation
 ) -> Told:
     goal = state.goal.digest
-    new = moves.serving(sides, goal).get(goal, [0, 0])
-    p, d = moves.others(sides, goal)
+    new = seen.serving(goal).get(goal, [0, 0])
     return Told(
         phase=state.phase,
         turned=state.phase is not left,
@@ -451,8 +512,8 @@ def _told(
         begun_s=state.begun_s,
         since_s=state.since_s,
         new=(new[0], new[1]),
-        old=(len(p), len(d)),
-        leaving=sum(x not in ("", goal) for side in sides for x in side.leaving),
+        old=seen.others(goal) if goal else (0, 0),
+        leaving=seen.leaving(goal) if goal else 0,
         attained_new=None if finding is None else finding.new,
         attained_old=None if finding is None else finding.old,
         samples=0 if finding is None else finding.samples,

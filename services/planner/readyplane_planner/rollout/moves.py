@@ -159,12 +159,16 @@ def _surplus(
         for place in sorted((0, 1), key=lambda i: -most[i]):
             if most[place] < 1:
                 continue
+            refused: set[str] = set()
             for member in left[place]:
+                if member.digest in refused:
+                    continue  # one of a generation serves as much as another
                 going = _with_partners(member, place, left, counts)
                 after = {digest: list(count) for digest, count in counts.items()}
                 for where, one in going:
                     after[one.digest][where] -= 1
                 if served(after, sides) < min(1.0, served(counts, sides)) - CLOSE:
+                    refused.add(member.digest)
                     continue
                 for where, one in going:
                     left[where].remove(one)
