@@ -168,6 +168,14 @@ class FakeRouter:
         self.calls.append(("drain", {"worker_id": worker_id, **given}))
         return replace(self.now.workers[worker_id], state=WorkerState.DRAINING)
 
+    async def activate(self, worker_id: str, **given: Any) -> Worker:
+        self.calls.append(("activate", {"worker_id": worker_id, **given}))
+        return replace(self.now.workers[worker_id], state=WorkerState.STANDBY, told="activate")
+
+    async def flip(self, worker_id: str, **given: Any) -> Worker:
+        self.calls.append(("flip", {"worker_id": worker_id, **given}))
+        return replace(self.now.workers[worker_id], state=WorkerState.DRAINING, told="flip")
+
     async def route(self, shape: RequestShape, **given: Any) -> Pair:
         self.calls.append(("route", (shape, given)))
         if self.error is not None:

@@ -1,6 +1,7 @@
 """Commands against fake services: what they ask, what they print, and the shape of their documents."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,46 @@ def test_a_refused_check_and_a_failure_are_shown(cli: Terminal, router: FakeRout
     router.now = fleet(bad)
     row = cli("workers", "--json", *CLUSTER).document["workers"][0]
     assert row["checks_failed"] == ["canary"]
+
+
+# --------------------------------------------------------------------------- activate and flip
+
+
+def test_a_standby_is_told_to_serve_and_waited_for(cli: Terminal, router: FakeRouter) -> None:
+    said = cli("activate", "d-1", "--deadline", "7", "--reason", "a burst", *CLUSTER)
+    assert said.code == 0 and said.out.strip() == "d-1-bbbb is told to serve"
+    told = {"worker_id": "d-1-bbbb", "reason": "a burst", "deadline_s": 7.0}
+    assert router.calls == [("activate", told)]
+    said = cli("activate", "d-1", "--wait", "--json", *CLUSTER)  # the next look finds it ready
+    assert said.document["done"] is True and said.document["worker"]["state"] == "ready"
+
+
+def test_a_worker_is_told_to_serve_the_other_stage(cli: Terminal, router: FakeRouter) -> None:
+    said = cli("flip", "p-1", "--to", "decode", *CLUSTER)
+    assert said.code == 0 and said.out.strip() == "p-1-aaaa is told to serve decode"
+    assert router.calls[0][1]["role"] is Role.DECODE
+    flipped = replace(router.now.workers["p-1-aaaa"].offer, role=Role.DECODE)
+    there = replace(router.now.workers["p-1-aaaa"], offer=flipped)
+    router.on_look = lambda _n: setattr(
+        router, "now", replace(router.now, workers={**router.now.workers, "p-1-aaaa": there})
+    )
+    said = cli("flip", "p-1", "--to", "decode", "--wait", *CLUSTER)
+    assert said.code == 0 and "p-1-aaaa serves as told after" in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("flip", "p-1", "--to", "both"), "--to"),
+        (("flip", "p-1", "--to", "decode", "--deadline", "0"), "--deadline"),
+        (("activate", "p-1", "--deadline", "nan"), "--deadline"),
+    ],
+)
+def test_what_cannot_be_told_is_named(
+    cli: Terminal, router: FakeRouter, words: tuple[str, ...], field: str
+) -> None:
+    said = cli(*words, *CLUSTER)
+    assert said.code == 2 and field in said.err and router.calls == []
 
 
 # --------------------------------------------------------------------------- drain

@@ -13,6 +13,7 @@ import typer
 from readyplane_lab.cli import (
     artifact,
     attach,
+    change,
     decisions,
     doctor,
     plan,
@@ -90,6 +91,8 @@ app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("attach", epilog=attach.EXAMPLES)(attach.attach)
 app.command("workers", epilog=workers.EXAMPLES)(workers.workers)
 app.command("drain", epilog=workers.DRAIN_EXAMPLES)(workers.drain)
+app.command("activate", epilog=change.ACTIVATE_EXAMPLES)(change.activate)
+app.command("flip", epilog=change.FLIP_EXAMPLES)(change.flip)
 app.command("decisions", epilog=decisions.EXAMPLES)(decisions.decisions)
 app.command("explain", epilog=decisions.EXPLAIN_EXAMPLES)(decisions.explain)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)

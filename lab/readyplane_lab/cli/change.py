@@ -1,0 +1,139 @@
+"""`readyplane activate` and `readyplane flip`: a worker becomes what it is not yet.
+
+Owns telling the router and waiting until it is done, with the seconds it took.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from readyplane.core.errors import InvalidField, Refused
+from readyplane_lab.cli import output
+from readyplane_lab.cli.flags import Json, examples, switch
+from readyplane_lab.cli.where import RouterAddress, Where, find, router_of, run
+from readyplane_lab.cli.workers import living, match, worker_row
+
+if TYPE_CHECKING:
+    from readyplane.client import RouterClient
+    from readyplane.core.worker import Worker
+
+ACTIVATE_EXAMPLES = examples(
+    "readyplane activate d-4-9f2c", "readyplane activate d-4-9f2c --wait --json"
+)
+FLIP_EXAMPLES = examples(
+    "readyplane flip p-3-9f2c --to decode --wait",
+    "readyplane flip d-1-9f2c --to prefill --reason 'a night of long prompts'",
+)
+STAGES = ("prefill", "decode")
+EVERY_S = 0.1
+MORE_S = 30.0
+
+Told = Annotated[str, typer.Argument(metavar="WORKER", help="Its id, or a unique beginning.")]
+Why = Annotated[str, typer.Option(metavar="TEXT", help="Kept with the worker.")]
+Wait = Annotated[bool, switch("--wait", text="Until it serves so.")]
+
+
+def activate(
+    worker: Told,
+    deadline: Annotated[
+        float, typer.Option(metavar="S", help="The word is given for so long and no longer.")
+    ] = 60.0,
+    reason: Why = "asked for by a person",
+    wait: Wait = False,
+    json: Json = False,
+    router: RouterAddress = "",
+) -> None:
+    """Let a standby serve: loaded and proved already, it passes the gate and takes requests.
+
+    Standbys are kept by the policy (`prefill.standby`, `decode.standby`).
+    """
+
+    async def tell(client: RouterClient, worker_id: str) -> Worker:
+        return await client.activate(worker_id, reason=reason, deadline_s=deadline)
+
+    def done(now: Worker) -> bool:
+        return str(now.state) == "ready"
+
+    _check(deadline)
+    where = find("router", router=router)
+    run(_change(where, worker, tell, done, deadline, "serve", wait=wait, as_json=json))
+
+
+def flip(
+    worker: Told,
+    to: Annotated[str, typer.Option("--to", metavar="STAGE", help="prefill or decode.")],
+    deadline: Annotated[float, typer.Option(metavar="S", help="Longest drain before it.")] = 300.0,
+    reason: Why = "asked for by a person",
+    wait: Wait = False,
+    json: Json = False,
+    router: RouterAddress = "",
+) -> None:
+    """Let a worker serve the other stage: it drains, then proves itself for that one.
+
+    Process, engine and weights stay; the epoch is new.
+    The planner fills the pool it has left, if that needs it.
+    """
+    from readyplane.core.worker import Role
+
+    _check(deadline)
+    if to not in STAGES:
+        raise InvalidField("--to", to, "write one of " + ", ".join(STAGES))
+    role = Role(to)
+
+    async def tell(client: RouterClient, worker_id: str) -> Worker:
+        return await client.flip(worker_id, role=role, reason=reason, deadline_s=deadline)
+
+    def done(now: Worker) -> bool:
+        return str(now.state) == "ready" and now.role is role
+
+    where = find("router", router=router)
+    run(_change(where, worker, tell, done, deadline, f"serve {to}", wait=wait, as_json=json))
+
+
+def _check(deadline: float) -> None:
+    if not (math.isfinite(deadline) and deadline > 0):
+        raise InvalidField("--deadline", deadline, "give seconds above 0")
+
+
+async def _change(
+    where: Where,
+    given: str,
+    tell: Callable[[RouterClient, str], Awaitable[Worker]],
+    done: Callable[[Worker], bool],
+    deadline_s: float,
+    what: str,
+    *,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    from readyplane.kit.clock import SystemClock
+
+    clock = SystemClock()
+    async with router_of(where) as router:
+        worker_id = match(given, await living(router))
+        began_s = clock.monotonic_s()
+        now = await tell(router, worker_id)
+        serves = done(now)
+        while wait and not serves and clock.monotonic_s() - began_s < deadline_s + MORE_S:
+            await clock.sleep(EVERY_S)
+            found = (await living(router)).get(worker_id)
+            now = now if found is None else found
+            serves = done(now)
+    took_s = clock.monotonic_s() - began_s
+    if as_json:
+        told = serves if wait else None
+        output.emit({"worker": worker_row(now), "done": told, "waited_s": took_s})
+    elif serves and wait:
+        print(f"{worker_id} serves as told after {took_s:.2f} s")
+    elif not wait:
+        print(f"{worker_id} is told to {what}")
+    if wait and not serves:
+        raise Refused(
+            f"change of {worker_id}",
+            [f"it is {now.state} {took_s:.0f} s after it was told to {what}"],
+            "look at it with `readyplane workers`",
+        )
