@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from readyplane.core.errors import InvalidField, NotFound, UnknownField
 from readyplane.core.identity import ArtifactKind, Manifest
@@ -17,13 +21,17 @@ from readyplane.core.startup import StartMode, StartQuantiles, StartSample, Weig
 from readyplane.core.worker import Role, WorkerState
 from readyplane.ports import FetchPlan, Order, RankedSource, Source
 from readyplane_lab.simulator.artifact import one_tensor_manifest
+from readyplane_planner.decide import POOLS, Memory, decide
+from readyplane_planner.decide.values import Denied
 from readyplane_planner.journal import replay
 from readyplane_planner.optimise.modes import ModeOffer, choose_mode
 from readyplane_planner.optimise.nodes import NodeOffer, prefer, to_place
 from readyplane_planner.places import Places
 from readyplane_planner.policy import make_plan, read_policy
+from readyplane_planner.signals import Kind, Signal
 from readyplane_planner.starts import StartBook, t_ready
 from tests.unit.planner_world import DIGEST, MODEL, HandClock, World, planner, policy
+from tests.unit.test_planner_follow import NOW_S, seen, view
 
 SLOW = "h200-slow10"
 
@@ -171,6 +179,64 @@ async def test_a_decision_with_classes_replays(fast: str) -> None:
     record, _outcomes = await run.journal.get(made[-1].decision_id)
     assert replay(record) == made[-1]
     assert made[-1].orders[0].why
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rps=st.floats(0.0, 200.0),
+    queue=st.floats(0.0, 1e6),
+    held=st.tuples(*[st.integers(0, 5)] * 4),
+    quota=st.integers(0, 6),
+    most=st.integers(2, 12),
+    budget=st.none() | st.integers(8, 40),
+    denied=st.sampled_from(["", SLOW, "fast"]),
+)
+def test_r23_no_mix_gets_past_quota_bounds_or_budget(
+    rps: float,
+    queue: float,
+    held: tuple[int, int, int, int],
+    quota: int,
+    most: int,
+    budget: int | None,
+    denied: str,
+) -> None:
+    """Whatever is asked for of whatever fleet: nothing is ordered beyond any limit."""
+    with tempfile.TemporaryDirectory() as folder:
+        fast = profile(Path(folder), "fast", slow_factor=5.0, gpus=2)
+        limits = {"max": most, "classes": both(fast, fast_price=0.8)}
+        limits["classes"][1]["max"] = quota
+        wanted = policy(
+            prefill=limits,
+            decode=limits,
+            budget_gpus=budget,
+            up={"max_step": 8, "pending_max": 8},
+            start_mode="auto",
+        )
+        plan = make_plan(wanted, version=1, manifest_digest=DIGEST)
+    kinds = [(r, c) for r in (Role.PREFILL, Role.DECODE) for c in (SLOW, "fast")]
+    workers = [
+        replace(view(f"{role[0]}-{name}-{i}", role), worker_class=name)
+        for (role, name), count in zip(kinds, held, strict=True)
+        for i in range(count)
+    ]
+    work = {"arrivals": rps, "prefill_work": rps * 1000, "queue": queue, "decoding": rps * 20}
+    known: dict[str, Any] = {n: Signal(Kind.FRESH, value, "") for n, value in work.items()}
+    observation = replace(seen(workers), dt_s=2.0, **known)
+    left = tuple(Denied(pool, denied, 1, NOW_S, NOW_S + 30.0) for pool in POOLS if denied)
+    memory = Memory(denied=left)
+    decision, _after = decide(observation, plan, memory, now_s=NOW_S, decision_id="d1-000001")
+    gpus = {SLOW: 1, "fast": 2}
+    held_gpus = sum(gpus[w.worker_class] for w in workers)
+    new_gpus = sum(gpus[o.worker_class] for o in decision.orders)
+    assert not new_gpus or budget is None or held_gpus + new_gpus <= budget
+    for role, pool in zip((Role.PREFILL, Role.DECODE), POOLS, strict=True):
+        mine = [o for o in decision.orders if o.pool == pool]
+        there = [w for w in workers if w.role is role]
+        fast_ones = sum(w.worker_class == "fast" for w in there)
+        ordered_fast = sum(o.worker_class == "fast" for o in mine)
+        assert not mine or len(there) + len(mine) <= most
+        assert not ordered_fast or fast_ones + ordered_fast <= quota
+        assert denied not in {o.worker_class for o in mine}
 
 
 # --------------------------------------------------------------------------- spare and mode
