@@ -218,6 +218,17 @@ async def test_one_that_attains_less_is_rolled_back_and_the_record_says_why() ->
     assert found["decision"]["rollout"]["phase"] == "rolling_back"
 
 
+async def test_who_stands_by_with_an_artifact_that_is_served_no_more_is_released() -> None:
+    run, names = await serving()
+    await run.service.set_policy({"decode": {"standby": 1}}, merge=True)
+    await run.step(10)
+    names.known["stable"] = TWO
+    await until(run, "done")
+    await run.step(15)
+    waiting = [b for b in run.world.boxes.values() if b.alive and b.state is WorkerState.STANDBY]
+    assert [b.order.manifest_digest for b in waiting] == [TWO.digest]
+
+
 async def test_every_decision_of_a_roll_out_comes_out_the_same_again() -> None:
     run, names = await serving(rps=3.0)
     names.known["stable"] = TWO

@@ -27,7 +27,7 @@ from readyplane_planner.decide.values import (
     StartOrder,
 )
 from readyplane_planner.guard import Verdict
-from readyplane_planner.rollout import Generation, Step, Told
+from readyplane_planner.rollout import RESTING, Generation, Step, Told
 from readyplane_planner.signals import Observation
 
 SERVED_MAX = 4096
@@ -133,6 +133,12 @@ def _keep_standbys(
     used = {a.worker_id for a in acted.activations}
     wanted = 0 if plan.paused else mine.standby
     kept = [w for w in pool.standby if w.worker_id not in used]
+    if not plan.paused and acted.rollout.phase in RESTING:
+        # Once a roll-out is over, whoever is loaded with another artifact stands by for nobody.
+        strange = {w.worker_id for w in kept if w.manifest_digest not in ("", generation.digest)}
+        why = "it is loaded with an artifact that is served no more"
+        acted.releases.extend(Release(name, pool.name, why) for name in sorted(strange))
+        kept = [w for w in kept if w.worker_id not in strange]
     missing = wanted - len(kept) - len(pool.preparing)
     if missing > 0 and plan.manifest_digest and generation.digest:
         missing = min(missing, mine.limits.pending_max - len(pool.preparing))
