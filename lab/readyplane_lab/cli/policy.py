@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from readyplane.core.errors import InvalidField, Unavailable
-from readyplane.ports import Planner
 from readyplane_lab.cli import output
 from readyplane_lab.cli.flags import Json, examples, switch
 from readyplane_lab.cli.where import PlannerAddress, Where, find, planner_of, run
+
+if TYPE_CHECKING:
+    from readyplane.ports import Planner
 
 app = typer.Typer()
 SUFFIXES = (".yaml", ".yml", ".json")
