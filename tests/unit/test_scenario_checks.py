@@ -246,6 +246,9 @@ CASES: dict[str, tuple[Made, dict[str, Made]]] = {
                 ROLLED, lives=(*OLD, NEW[0], life("decode", 550.0, took_s=70.0))
             ),
             "still there": replace(ROLLED, lives=(*OLD, *NEW, FLEET[0])),
+            "without any of the other for 90 s": replace(
+                ROLLED, lives=(*OLD, *NEW, replace(OLD[1], drain_s=690.0, released_s=700.0))
+            ),
             "ended: 100 failed": replace(ROLLED, outcomes=CUT),
             "95%": replace(ROLLED, late=((420.0, 600.0),)),
         },
