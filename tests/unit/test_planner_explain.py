@@ -166,6 +166,33 @@ def test_a_drain_is_told_to_its_end(
     assert [(m["after_s"], m["what"]) for m in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        (
+            [told("activating", 0.2), told("activated", 1.1, seconds=0.9)],
+            [(0.2, "activation accepted", None), (1.1, "serves", 0.9)],
+        ),
+        ([told("activate_failed", 0.2, note="gone")], [(0.2, "activation refused", None)]),
+        ([], [(None, "activation accepted", None), (None, "serves", None)]),
+    ],
+)
+def test_a_standby_that_is_told_to_serve(
+    outcomes: list[Outcome], expected: list[tuple[float | None, str, float | None]]
+) -> None:
+    woken = record(activations=[{"worker_id": "p-1", "pool": "prefill", "why": "at once"}])
+    found = explanation(woken, outcomes, {})["timeline"][1:]
+    assert [(m["after_s"], m["what"], m["took_s"]) for m in found] == expected
+
+
+def test_a_standby_that_was_ordered_ends_by_standing_by() -> None:
+    stood = told("stood_by", 9.0, start=START, checks=CHECKS)
+    assert lines([*WHOLE[:4], stood])[-2:] == [
+        (9.0, "gate", "admitted"),
+        (9.0, "router", "stands by"),
+    ]
+
+
 def test_the_outcome_is_one_sentence() -> None:
     judged = told(
         "judged",

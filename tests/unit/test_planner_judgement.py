@@ -119,6 +119,40 @@ def test_a_drain_was_right_when_nobody_was_missed(
     assert why in found["why"]
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "after", "now_s", "worth", "why"),
+    [
+        ([told("activated", 0.7)], [], 300.0, True, "activated and stayed"),
+        ([told("activated", 0.7)], [], 30.0, None, ""),
+        ([], [], 30.0, None, ""),
+        ([told("activate_failed", 0.7, note="lease ended")], [], 300.0, False, "lease ended"),
+        (
+            [told("activated", 0.7)],
+            [record(20.0, flips=[{"worker_id": "p-1", "pool": "prefill", "to": "decode"}])],
+            300.0,
+            False,
+            "activated and went after 19 s",
+        ),
+    ],
+)
+def test_a_standby_that_is_told_to_serve_shall_stay(
+    outcomes: list[Outcome], after: list[Record], now_s: float, worth: bool | None, why: str
+) -> None:
+    woken = record(activations=[order()])
+    assert to_judge(woken.document)
+    found = judge(woken, outcomes, [], after, now_s=BEGUN_S + now_s)
+    if not why:
+        assert found is None
+        return
+    assert found is not None
+    assert found["worth"] is worth and why in found["why"]
+
+
+def test_a_standby_is_not_judged_by_what_it_serves() -> None:
+    found = judge(STARTED, [told("stood_by", 90.0)], [], [], now_s=BEGUN_S + 300.0)
+    assert found is not None and found["worth"] is None and "stands by" in found["why"]
+
+
 def test_one_bad_start_makes_a_decision_bad_and_an_unknown_one_leaves_it_open() -> None:
     both = record(orders=[order("p-1"), order("p-2")])
     good, bad = told("ready", 90.0), told("failed", 9.0, "p-2", note="x")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from readyplane_planner.journal import Outcome, Record
+from readyplane_planner.judgement import to_judge
 from readyplane_planner.timeline import timeline
 
 ENDS = ("ready", "failed", "refused", "released")
@@ -49,6 +50,8 @@ def explanation(
         "starts": starts,
         "drains": drains,
         "releases": releases,
+        "activations": list(document.get("activations", ())),
+        "flips": list(document.get("flips", ())),
         "timeline": timeline(record, by_subject, starts, live),
         "outcome": None if judged is None else dict(judged.document),
         "answer": _answer(starts, drains),
@@ -226,8 +229,7 @@ def outcome_text(answer: Mapping[str, Any]) -> str:
     """Worth it or not, in one sentence."""
     found = answer.get("outcome")
     if found is None:
-        asked = answer["decision"].get("orders") or answer["decision"].get("drains")
-        return "not judged yet" if asked else "nothing to judge"
+        return "not judged yet" if to_judge(answer["decision"]) else "nothing to judge"
     verdict = {True: "worth it", False: "not worth it", None: "not known"}[found["worth"]]
     parts = [f"{verdict}: {found['why']}"]
     for pool, load in found["load"].items():

@@ -18,6 +18,11 @@ POOLS = ("prefill", "decode")
 WINDOW_S_MIN = 60.0
 """Decisions at rest are kept every half minute: a shorter look would see none of them."""
 ENDED = ("finished", "refused", "aborted")
+MOVES = {
+    "activations": ("activated", "activate_failed"),
+    "flips": ("flipped", "flip_failed"),
+}
+"""What is told to workers that are loaded already: how it ends well, and how it does not."""
 CANCELLED = "cancelled"
 """How the reason of a release begins that gives up a start nobody needs any more."""
 
@@ -46,7 +51,7 @@ def totals_of(sample: RouterSample | None) -> dict[str, Any] | None:
 
 def to_judge(document: Mapping[str, Any]) -> bool:
     """Whether a decision asked for anything that can turn out well or badly."""
-    return bool(document.get("orders") or _given_up(document))
+    return bool(document.get("orders") or _given_up(document) or any(map(document.get, MOVES)))
 
 
 def due_after_s(document: Mapping[str, Any]) -> float:
@@ -76,6 +81,11 @@ def judge(
     found = [
         _started(order, record, by_worker.get(order["worker_id"], {}), after, now_s)
         for order in document.get("orders", ())
+    ]
+    found += [
+        _moved(word, kinds, by_worker.get(word["worker_id"], {}), after, now_s)
+        for name, kinds in MOVES.items()
+        for word in document.get(name, ())
     ]
     found += [
         _given(gone, record, by_worker.get(gone["worker_id"], {}), after, now_s)
@@ -139,6 +149,8 @@ def _started(
                 return say(None, "was advice: nobody ordered it")
             return say(False, f"{kind}: {note}")
     leaves_s = _let_go_s(worker_id, after)
+    if ready is None and "stood_by" in told:
+        return say(None, "stands by: it is not judged by what it serves")
     if ready is None:
         if leaves_s is not None or "released" in told:
             return say(False, "was given up before it served")
@@ -155,6 +167,34 @@ def _started(
         return say(None, f"has served for {served_s:.0f} s", settled=False, ready_s=ready_s)
     why = f"served for {served_s:.0f} s and took {needed_s:.0f} s to come"
     return say(False, why, ready_s=ready_s)
+
+
+def _moved(
+    word: Mapping[str, Any],
+    kinds: tuple[str, str],
+    told: Mapping[str, Outcome],
+    after: Sequence[Record],
+    now_s: float,
+) -> _Verdict:
+    """Told to serve, or to change the stage: right when it was not taken back within a minute."""
+    worker_id, pool = str(word["worker_id"]), str(word.get("to", word["pool"]))
+    done, failed = kinds
+
+    def say(worth: bool | None, why: str, **more: Any) -> _Verdict:
+        return _Verdict(worker_id, pool, done, worth, f"{worker_id} {why}", **more)
+
+    if failed in told:
+        return say(False, f"did not: {told[failed].document.get('note') or 'no reason was given'}")
+    if "advised" in told:
+        return say(None, "was advice: nobody told it")
+    if done not in told:
+        return say(None, f"is not known to have {done}", settled=False)
+    done_s, leaves_s = told[done].at_s, _let_go_s(worker_id, after)
+    if leaves_s is not None and leaves_s - done_s < WINDOW_S_MIN:
+        return say(False, f"{done} and went after {max(0.0, leaves_s - done_s):.0f} s")
+    if now_s - done_s < WINDOW_S_MIN:
+        return say(None, f"has {done} just now", settled=False, ready_s=done_s)
+    return say(True, f"{done} and stayed for a minute or longer", ready_s=done_s)
 
 
 def _given(
@@ -194,9 +234,10 @@ def _given(
 
 
 def _let_go_s(worker_id: str, after: Sequence[Record]) -> float | None:
-    """When a later decision drained or released it."""
+    """When a later decision drained or released it, or had it change the stage."""
     for later in after:
-        gone = (*later.document.get("drains", ()), *later.document.get("releases", ()))
+        names = ("drains", "releases", "flips")
+        gone = [g for name in names for g in later.document.get(name, ())]
         if any(g["worker_id"] == worker_id for g in gone):
             return later.create_s
     return None
@@ -249,7 +290,8 @@ def _attainment(records: Sequence[Record], span: tuple[float, float]) -> float |
 
 
 def _pools(document: Mapping[str, Any]) -> set[str]:
-    return {str(x["pool"]) for x in (*document.get("orders", ()), *_given_up(document))}
+    asked = [x for name in ("orders", *MOVES) for x in document.get(name, ())]
+    return {str(x["pool"]) for x in (*asked, *_given_up(document))}
 
 
 def _t_ready_s(document: Mapping[str, Any], pool: str, quantile: str = "p50_s") -> float:

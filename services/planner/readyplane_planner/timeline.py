@@ -12,6 +12,17 @@ from typing import Any
 from readyplane_planner.journal import Outcome, Record
 
 UNTOLD = "not known"
+MOVES = {
+    "activations": ("activating", "activate_failed", "activated", "activation", "serves"),
+    "flips": (
+        "flipping",
+        "flip_failed",
+        "flipped",
+        "change of the stage",
+        "serves the other stage",
+    ),
+}
+"""Words to workers that are loaded already: how they were taken, refused and done, for a person."""
 Told = Mapping[str, Outcome]
 
 
@@ -35,6 +46,9 @@ def timeline(
         worker_id = order["worker_id"]
         mine = told.get(worker_id, {})
         found.append(_started(worker_id, record, mine, by_id[worker_id], live.get(worker_id)))
+    for name, words in MOVES.items():
+        for word in document.get(name, ()):
+            found.append(_moved(word, words, record, told.get(word["worker_id"], {})))
     for drain in document.get("drains", ()):
         worker_id = drain["worker_id"]
         found.append(_drained(worker_id, record, told.get(worker_id, {}), live.get(worker_id)))
@@ -121,6 +135,13 @@ def _started(
         add("failed", "actuator", "ended by itself")
         return chain
     ready = told.get("ready")
+    if ready is None and "stood_by" in told:
+        stood = told["stood_by"]
+        at_s = stood.at_s - record.create_s
+        chain.extend(_gate(worker_id, stood.document.get("checks", ()), at_s))
+        chain.append(_moment(at_s, "router", "stands by", worker_id, "serves when it is told to"))
+        add("released", "actuator", "given back")
+        return chain
     if ready is None:
         checks = () if row is None else row.get("checks", ())
         chain.extend(_gate(worker_id, checks, None))
@@ -170,6 +191,36 @@ def _gate(
         return []
     note = f"{len(checks)} checks passed" if checks else f"{UNTOLD}: its checks were not kept"
     return [_moment(after_s, "gate", "admitted", worker_id, note)]
+
+
+def _moved(
+    word: Mapping[str, Any], words: tuple[str, ...], record: Record, told: Told
+) -> list[dict[str, Any]]:
+    """A standby that is told to serve, or a worker that is told to change its stage."""
+    taken, refused, done, name, then = words
+    worker_id = word["worker_id"]
+    if "advised" in told:
+        at_s = _after(told, "advised", record)
+        return [_moment(at_s, "planner", f"{name} advised", worker_id, "nobody was told")]
+    if refused in told:
+        at_s, note = _after(told, refused, record), _note(told, refused)
+        return [_moment(at_s, "router", f"{name} refused", worker_id, note)]
+    lost = f"{UNTOLD}: the router's answer was not kept"
+    chain = [
+        _moment(
+            _after(told, taken, record),
+            "router",
+            f"{name} accepted",
+            worker_id,
+            _note(told, taken) if taken in told else lost,
+        )
+    ]
+    if done in told:
+        seconds = told[done].document.get("seconds")
+        chain.append(_moment(_after(told, done, record), "router", then, worker_id, "", seconds))
+    else:
+        chain.append(_moment(None, "router", then, worker_id, "not yet: nobody has seen it"))
+    return chain
 
 
 def _drained(

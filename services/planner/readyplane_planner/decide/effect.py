@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from readyplane_planner import capacity
 from readyplane_planner.capacity import Supply
-from readyplane_planner.decide import demand
+from readyplane_planner.decide import demand, fast
 from readyplane_planner.decide.acting import Acted
 from readyplane_planner.decide.outlook import Both, Forecasts
 from readyplane_planner.decide.pools import Pool
@@ -59,16 +59,23 @@ def expected(
     seen: Forecasts,
     acted: Acted,
 ) -> tuple[Expected, ...]:
-    """Of each pool for which something is ordered, drained or cancelled."""
+    """Of each pool for which something is ordered, told, drained or cancelled."""
     found: list[Expected] = []
     for pool in pools:
         name, on_the_way = pool.name, {c.worker_id for c in pool.coming}
-        more = sum(o.pool == name for o in acted.orders)
+        # A standby that is ordered serves nobody until it is told to.
+        orders = sum(o.pool == name and not o.standby for o in acted.orders)
+        woken = sum(a.pool == name for a in acted.activations)
+        turned = sum(f.to == name for f in acted.flips)
+        more = orders + woken + turned
         fewer = sum(d.pool == name for d in acted.drains)
+        fewer += sum(f.pool == name for f in acted.flips)
         fewer += sum(r.worker_id in on_the_way for r in acted.releases)
         if not more and not fewer:
             continue
         starts = observation.t_ready[name]
+        if not orders and more:
+            starts = fast.PRIORS[fast.FLIP if turned else fast.ACTIVATE]
         going_s = plan.ttft_s if name == "prefill" else observation.lengths.osl * plan.tpot_s
         rate = model.model_p.rate if name == "prefill" else model.model_d.rate_at(plan.tpot_s)
         found.append(
