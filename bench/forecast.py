@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,17 +104,15 @@ def truth(rate: Floats, horizon_s: float, window_s: float) -> tuple[Floats, Floa
 
 
 def play(rate: Floats, horizons: Sequence[float], knobs: Knobs) -> list[list[Forecast]]:
-    """Forecasts of each tick by horizon, as the planner would make them."""
-    made: list[list[Forecast]] = []
-    for horizon_s in horizons:
-        series, row = Series(), []
-        for i, value in enumerate(rate.tolist()):
-            now_s = (i + 1) * TICK_S
-            series = forecast.update(series, value, dt_s=TICK_S, now_s=now_s, knobs=knobs)
-            one = forecast.predict(series, horizon_s=horizon_s, knobs=knobs)
-            series = forecast.remember(series, one, now_s=now_s, knobs=knobs)
-            row.append(one)
-        made.append(row)
+    """Forecasts of each tick by horizon; the longest is the one that the planner would ask for."""
+    made: list[list[Forecast]] = [[] for _ in horizons]
+    series = Series()
+    for i, value in enumerate(rate.tolist()):
+        now_s = (i + 1) * TICK_S
+        series = forecast.update(series, value, dt_s=TICK_S, now_s=now_s, knobs=knobs)
+        for row, horizon_s in zip(made, horizons, strict=True):
+            row.append(forecast.predict(series, horizon_s=horizon_s, knobs=knobs))
+        series = forecast.remember(series, made[-1][-1], now_s=now_s, knobs=knobs)
     return made
 
 
@@ -136,22 +134,14 @@ def score(made: Sequence[Forecast], rate: Floats, horizon_s: float, knobs: Knobs
     )
 
 
-Player = Callable[[Floats, Sequence[float], Knobs], list[list[Forecast]]]
-
-
-def measure(
-    knobs: Knobs,
-    inputs: Sequence[str] = (),
-    horizons: Sequence[float] = HORIZONS_S,
-    player: Player = play,
-) -> dict[tuple[str, str, float], Score]:
+def measure(knobs: Knobs, inputs: Sequence[str] = ()) -> dict[tuple[str, str, float], Score]:
     """All figures by (input, work, horizon)."""
     out: dict[tuple[str, str, float], Score] = {}
     for name, scale, from_s, span_s in INPUTS:
         if inputs and name not in inputs:
             continue
         for work, rate in zip("PD", rates(name, scale, from_s, span_s), strict=True):
-            for horizon_s, made in zip(horizons, player(rate, horizons, knobs), strict=True):
+            for horizon_s, made in zip(HORIZONS_S, play(rate, HORIZONS_S, knobs), strict=True):
                 out[name, work, horizon_s] = score(made, rate, horizon_s, knobs)
     return out
 
