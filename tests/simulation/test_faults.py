@@ -244,7 +244,12 @@ def test_whatever_breaks_beside_the_requests_ends_the_run() -> None:
 
 def test_a_roll_out_keeps_generations_apart_and_loses_nothing() -> None:
     """Surge, move, retire: P and D of the new revision pair with each other alone."""
-    quick = {"up": {"cooldown_s": 1.0}, "min_ready_s": 1.0, "drain_deadline_s": 60.0}
+    quick = {
+        "up": {"cooldown_s": 1.0},
+        "min_ready_s": 1.0,
+        "drain_deadline_s": 60.0,
+        "rollout": {"samples_min": 5, "verify_s": 5.0},
+    }
     long = steady(1.0, 90.0)
     result = world(None, long, policy=quick, faults=(NewArtifact(5.0),))
     assert ends(result) == {"finished": len(long)}

@@ -39,6 +39,7 @@ from readyplane_planner.decide.values import (
 from readyplane_planner.guard import Counts, Verdict
 from readyplane_planner.optimise import Demand, Optimiser, Problem, Proposal
 from readyplane_planner.optimise.check import checked
+from readyplane_planner.rollout import RESTING
 from readyplane_planner.signals import Kind, Observation
 
 UNPAIRABLE_SAID_MAX = 5
@@ -184,6 +185,8 @@ def _facts(observation: Observation, plan: Plan, pools: Both, memory: Memory) ->
         desired = memory.guard(pool.name).desired
         live = pool.live
         lost = len(pool.failed) + len(pool.overdue)
+        if desired is not None and memory.rollout.phase not in RESTING:
+            live = min(live, desired)  # what a roll-out puts beside the others is meant to be there
         if desired is not None and live != desired and not lost and observation.fleet_known:
             text = f"desired {desired}, observed {live} ready or on their way"
             said.append(Reason("drift", text, pool.name))
