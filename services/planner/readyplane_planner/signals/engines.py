@@ -59,7 +59,7 @@ WANTED = {
     "decode_tokens_total": "tokens",
     "iterations_total": "iterations",
 }
-"""Unit of each number as the brains count it; the sum over series of `kv_usage` is a mean."""
+"""Unit of each number as the brains count it."""
 TABLES: Mapping[str, Table] = {
     "vllm": Table(
         {
@@ -94,7 +94,8 @@ TABLES: Mapping[str, Table] = {
         one_rank="tp_rank",
     ),
 }
-MEANS = frozenset({"kv_usage", "block_size"})
+MEANS = frozenset({"kv_usage", "block_size", "iterations_total"})
+"""Of several engines of one worker; they step side by side, so a step of all is a step of each."""
 
 
 def read(text: str, engine: str) -> tuple[EngineLoad, str, tuple[str, ...]]:

@@ -93,11 +93,12 @@ def load(ranks: Sequence[ForwardPass]) -> EngineLoad:
         total("prefill_running", "decode_running"),
         total("prefill_waiting", "decode_waiting"),
     )
-    queue = total("waiting_tokens")
+    queue, passes = total("waiting_tokens"), total("counter_id")
     return EngineLoad(
         running=None if running is None else round(running),
         waiting=None if waiting is None else round(waiting),
         waiting_prefill_tokens=None if queue is None else round(queue),
         kv_tokens=total("kv_tokens"),
-        iterations_total=total("counter_id"),
+        # Ranks step side by side: a pass of all is a pass of each.
+        iterations_total=None if passes is None else passes / len(ranks),
     )
