@@ -136,7 +136,8 @@ class MemoryJournal:
 
     def __init__(self) -> None:
         self._records: dict[str, Record] = {}
-        self._outcomes: dict[tuple[str, str, str], Outcome] = {}
+        self._outcomes: dict[str, dict[tuple[str, str], Outcome]] = {}
+        self._told: list[Outcome] = []
         self._policies: dict[str, list[StoredPolicy]] = {}
         self._sequence = 0
         self._epoch = 0
@@ -150,7 +151,10 @@ class MemoryJournal:
     async def attach(self, outcomes: Sequence[Outcome]) -> None:
         """See Journal."""
         for outcome in outcomes:
-            self._outcomes.setdefault((outcome.decision_id, outcome.subject, outcome.kind), outcome)
+            mine = self._outcomes.setdefault(outcome.decision_id, {})
+            if (outcome.subject, outcome.kind) not in mine:
+                mine[outcome.subject, outcome.kind] = outcome
+                self._told.append(outcome)
 
     async def newest(
         self, model: str, *, limit: int, changes_only: bool = False, before: int = 0
@@ -182,14 +186,14 @@ class MemoryJournal:
         record = self._records.get(decision_id)
         if record is None:
             raise unknown_decision(decision_id)
-        mine = [o for o in self._outcomes.values() if o.decision_id == decision_id]
+        mine = list(self._outcomes.get(decision_id, {}).values())
         return record, mine[:OUTCOMES_MAX]
 
     async def outcomes(self, model: str, kind: str, *, limit: int) -> list[Outcome]:
         """See Journal."""
         found = [
             o
-            for o in reversed(self._outcomes.values())
+            for o in reversed(self._told)
             if o.kind == kind
             and (record := self._records.get(o.decision_id)) is not None
             and record.model == model
@@ -204,7 +208,8 @@ class MemoryJournal:
         gone |= {r.decision_id for r in mine if r.create_s < older_than_s}
         for decision_id in gone:
             del self._records[decision_id]
-        self._outcomes = {k: o for k, o in self._outcomes.items() if k[0] not in gone}
+            self._outcomes.pop(decision_id, None)
+        self._told = [o for o in self._told if o.decision_id not in gone]
         return len(gone)
 
     async def policy(self, model: str) -> StoredPolicy | None:
