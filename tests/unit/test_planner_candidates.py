@@ -65,3 +65,15 @@ def test_what_the_search_proposes_is_feasible_and_one_fewer_is_not(load: float) 
 
 def test_without_work_nothing_is_late() -> None:
     assert {c.parts.slo for c in weigh(problem(), 1, 1)} == {0.0}
+
+
+def test_workers_kept_for_a_loss_are_not_counted_as_enough() -> None:
+    """N+k: with `spare` the pair has to be enough without those that may be lost."""
+    asked = problem(2.5 * P_RATE, 2.5 * D_RATE, supply_p=Supply(4), supply_d=Supply(4))
+    plain, kept = size(asked), replace(asked, bounds_p=Bounds(1, 40, spare=2))
+    more = size(kept)
+    assert (more.p, more.d) == (plain.p + 2, plain.d)
+    found = by_pair(weigh(kept, more.p, more.d))
+    assert found[more.p, more.d].feasible
+    assert not found[more.p - 1, more.d].feasible
+    assert f"with {plain.p - 1} P" in found[more.p - 1, more.d].why_not

@@ -91,30 +91,34 @@ def _live(supply: capacity.Supply) -> int:
 
 
 def _prefill(problem: Problem, count: int, live: int, horizon_s: float) -> _Share:
-    """P: who waits longer than the TTFT target leaves room for, beyond what its quantile allows."""
+    """P: who waits longer than the TTFT target leaves room for, beyond what its quantile allows.
+
+    It is enough when it is so without those that may be lost (`spare`).
+    """
     model, demand, ready_s = problem.prefill, problem.demand_p, problem.t_ready_p_s
     gpus = problem.bounds_p.gpus
     allowed = 1.0 - problem.quantile
 
-    def late(wanted: float) -> float:
+    def late(wanted: float, workers: int) -> float:
         if wanted <= 0 and demand.backlog <= 0:
             return 0.0
-        if count <= 0 or model.rate <= 0:
+        if workers <= 0 or model.rate <= 0:
             return 1.0
         clear_s = max(problem.catch_up_s, ready_s / 2.0)
-        served = capacity.served_tokens(model.rate, problem.supply_p.steps(ready_s), count)
-        served += count * model.rate * clear_s
+        served = capacity.served_tokens(model.rate, problem.supply_p.steps(ready_s), workers)
+        served += workers * model.rate * clear_s
         wait_s = max(0.0, problem.ttft_target_s - model.own_s - model.overhead_s)
         return capacity.late_share(
-            model, demand.backlog, wanted, count, served, ready_s + clear_s, wait_s
+            model, demand.backlog, wanted, workers, served, ready_s + clear_s, wait_s
         )
 
-    missed = max(0.0, late(demand.lasting) - allowed) * demand.lasting * horizon_s
-    share = late(demand.lasting * (1.0 + problem.headroom))
+    missed = max(0.0, late(demand.lasting, count) - allowed) * demand.lasting * horizon_s
+    sure = max(0, count - problem.bounds_p.spare)
+    share = late(demand.lasting * (1.0 + problem.headroom), sure)
     why_not = ""
     if share > allowed:
         why_not = (
-            f"with {count} P {share:.0%} of the requests would miss TTFT at the planned demand, "
+            f"with {sure} P {share:.0%} of the requests would miss TTFT at the planned demand, "
             f"{allowed:.0%} may"
         )
     going_s = model.own_s + model.overhead_s
@@ -130,23 +134,24 @@ def _decode(problem: Problem, count: int, live: int, horizon_s: float) -> _Share
     residence_s = max(1e-9, model.osl * target_s)
     fade = math.exp(-ready_s / residence_s)
 
-    def lacking(wanted: float, chance: float) -> float:
+    def lacking(wanted: float, chance: float, workers: int) -> float:
         """Share beyond the rate or the places; `chance`: sequences vary by so many deviations."""
-        by_rate = 1.0 - count * rate / wanted if wanted > 0 else 0.0
-        steady = capacity.steady_sequences(model, wanted, count)
+        by_rate = 1.0 - workers * rate / wanted if wanted > 0 else 0.0
+        steady = capacity.steady_sequences(model, wanted, workers)
         if math.isinf(steady):
             return max(by_rate, 0.0) or 1.0
         now = steady + (demand.sequences - steady) * fade
         held = max(steady + chance * math.sqrt(steady), now)
-        by_place = 1.0 - count * most / held if held > 0.5 else 0.0
+        by_place = 1.0 - workers * most / held if held > 0.5 else 0.0
         return max(0.0, by_rate, by_place)
 
-    missed = lacking(demand.lasting, 0.0) * demand.lasting * horizon_s
+    missed = lacking(demand.lasting, 0.0, count) * demand.lasting * horizon_s
     chance = NormalDist().inv_cdf(problem.quantile)
-    share = lacking(demand.lasting * (1.0 + problem.headroom), chance)
+    sure = max(0, count - problem.bounds_d.spare)
+    share = lacking(demand.lasting * (1.0 + problem.headroom), chance, sure)
     why_not = ""
     if share > 1e-9:
-        why_not = f"with {count} D {share:.0%} of the planned tokens would miss TPOT"
+        why_not = f"with {sure} D {share:.0%} of the planned tokens would miss TPOT"
     parts = _parts(
         count, live, problem.bounds_d.gpus, ready_s, residence_s, horizon_s, missed, rate
     )
