@@ -1,17 +1,18 @@
 """One tick of a roll-out: what happened, which phase follows, who comes and who goes.
 
-Owns the reading of events out of what is seen, and what each phase asks for. The table says which
-phase follows, `moves` who may go, `health` how the new generation does.
+Owns the state from tick to tick and what each phase asks for. `events` says what happened, the table
+which phase follows, `moves` who may go, `health` how the new generation does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from readyplane_planner.rollout import health, moves
-from readyplane_planner.rollout.health import Finding, Health
+from readyplane_planner.rollout.events import Seen, event_of, short
+from readyplane_planner.rollout.health import Finding
 from readyplane_planner.rollout.table import Event, follow
 from readyplane_planner.rollout.values import (
     ACTIVE,
@@ -31,13 +32,7 @@ from readyplane_planner.rollout.values import (
     Told,
 )
 
-SHORT = 15
 BLIND_S = 30.0
-WISHES = {
-    "pause": Event.PAUSE,
-    "resume": Event.RESUME,
-    "undo": Event.UNDO,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,43 +43,6 @@ class Turn:
     state: Rollout
     generation: Generation
     told: Told
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What the brain reads from."""
-
-    sides: Sides
-    facts: Facts
-    rules: Rules
-    generation: Generation
-    promised: float
-    now_s: float
-    served: dict[str, moves.Counts] = field(default_factory=dict)
-    strangers: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def serving(self, goal: str) -> moves.Counts:
-        """Serving workers by artifact, looked up once."""
-        found = self.served.get(goal)
-        if found is None:
-            found = self.served[goal] = moves.serving(self.sides, goal)
-        return found
-
-    def others(self, goal: str) -> tuple[int, int]:
-        """Workers of other generations by pool, those who drain not counted."""
-        found = self.strangers.get(goal)
-        if found is None:
-            p, d = moves.others(self.sides, goal)
-            found = self.strangers[goal] = len(p), len(d)
-        return found
-
-    def old(self, goal: str) -> int:
-        """The same of both pools."""
-        return sum(self.others(goal))
-
-    def leaving(self, goal: str) -> int:
-        """Workers of other generations who drain."""
-        return sum(x not in ("", goal) for side in self.sides for x in side.leaving)
 
 
 def advance(
@@ -108,12 +66,12 @@ def advance(
     if facts.hold or not generation.digest:
         first = generation if generation.digest else Generation(facts.wanted, 1)
         step = Step(first, state.goal, owns=state.phase not in RESTING)
-        seen = _Seen(sides, facts, rules, first, promised, now_s)
+        seen = Seen(sides, facts, rules, first, promised, now_s)
         return Turn(step, state, generation, _told(state, None, seen, state.phase, first))
-    seen = _Seen(sides, facts, rules, generation, promised, now_s)
+    seen = Seen(sides, facts, rules, generation, promised, now_s)
     left = state.phase
     state, finding = _watched(_counted_on(state, seen), seen)
-    event, why = _event(state, seen, finding)
+    event, why = event_of(state, seen, finding)
     if event is not None:
         state = _entered(state, event, why, seen)
     if rules.asked is not None and rules.asked.id != state.asked and facts.known:
@@ -202,7 +160,7 @@ def moved(state: Rollout, by_s: float) -> Rollout:
 # ------------------------------------------------------------------ what is seen
 
 
-def _counted_on(state: Rollout, seen: _Seen) -> Rollout:
+def _counted_on(state: Rollout, seen: Seen) -> Rollout:
     """Time in which nothing was known, or somebody else decided, is nobody's lack of progress."""
     facts, now_s = seen.facts, seen.now_s
     if not facts.known:
@@ -214,7 +172,7 @@ def _counted_on(state: Rollout, seen: _Seen) -> Rollout:
     return replace(state, ticked_s=now_s)
 
 
-def _watched(state: Rollout, seen: _Seen) -> tuple[Rollout, Finding | None]:
+def _watched(state: Rollout, seen: Seen) -> tuple[Rollout, Finding | None]:
     """The state with the evidence and the counts of this tick, and what they say."""
     facts, rules, now_s = seen.facts, seen.rules, seen.now_s
     if state.phase in RESTING:
@@ -246,118 +204,10 @@ def _watched(state: Rollout, seen: _Seen) -> tuple[Rollout, Finding | None]:
     return state, health.judge(evidence, rules, promised=seen.promised)
 
 
-def _event(state: Rollout, seen: _Seen, finding: Finding | None) -> tuple[Event | None, str]:
-    """The weightiest thing that happened, and why in words."""
-    asked = seen.rules.asked
-    if asked is not None and asked.id != state.asked:
-        wish = WISHES.get(asked.action)
-        if wish is not None and _means(state, wish):
-            return wish, f"{asked.by or 'somebody'} asked to {asked.action}"
-    if not seen.facts.known:
-        return None, ""
-    begins = _begins(state, seen)
-    if begins:
-        return Event.BEGIN, begins
-    if state.phase is Phase.ROLLED_BACK and seen.old(state.goal.digest):
-        return Event.BAD, f"workers of {_short(state.to)} are there"
-    if state.phase not in ACTIVE or finding is None:
-        return None, ""
-    troubles = _troubles(state, seen, finding)
-    if troubles:
-        what, why = troubles
-        back = state.phase is Phase.ROLLING_BACK
-        person = not back and (what in seen.rules.pause_on or not state.before.digest)
-        return Event.HALT if person else Event.BAD, why
-    return _progress(state, seen, finding)
-
-
-def _means(state: Rollout, wish: Event) -> bool:
-    """Whether a wish means anything now."""
-    if wish is Event.UNDO and not state.before.digest:
-        return False
-    return follow(state.phase, wish, state.resumes) is not None
-
-
-def _begins(state: Rollout, seen: _Seen) -> str:
-    """Why another roll-out begins now; empty when none does."""
-    wanted, asked = seen.facts.wanted, seen.rules.asked
-    again = asked is not None and asked.id != state.asked and asked.action == "go"
-    if not wanted:
-        return ""
-    who = f"{asked.by or 'somebody'} asked for it" if again and asked is not None else ""
-    if state.phase in RESTING:
-        if wanted != seen.generation.digest:
-            if wanted == state.rejected and not again:
-                return ""
-            return who or "policy or tag name another artifact"
-        old = seen.old(wanted)
-        return f"{old} workers of another generation are there" if old else ""
-    if wanted == state.to.digest:
-        return who if again and state.goal != state.to else ""
-    if wanted == state.before.digest and state.phase is Phase.ROLLING_BACK:
-        return ""
-    if wanted == state.rejected and not again:
-        return ""
-    return who or "policy or tag name another artifact now"
-
-
-def _troubles(state: Rollout, seen: _Seen, finding: Finding) -> tuple[str, str] | None:
-    """(kind as in `pause_on`, why): what speaks against going on."""
-    rules, now_s = seen.rules, seen.now_s
-    for place, count in enumerate(state.failures):
-        if count >= rules.starts_failed_max:
-            pool = ("prefill", "decode")[place]
-            return "starts", f"{count} {pool} starts of {_short(state.goal)} failed in a row"
-    going_back = state.phase is Phase.ROLLING_BACK
-    if finding.health is Health.UNHEALTHY and not going_back:
-        return "attainment", finding.text
-    since_s = now_s if state.progress_s is None else state.progress_s
-    bound_s = rules.patience_s
-    if any(m.stage is Stage.COMING for side in seen.sides for m in side.members):
-        bound_s += seen.facts.start_s
-    if seen.leaving(state.goal.digest):
-        bound_s += seen.facts.drain_s
-    if now_s - since_s > bound_s:
-        return "unknown", f"no progress for {now_s - since_s:.0f} s; {finding.text}"
-    return None
-
-
-def _progress(state: Rollout, seen: _Seen, finding: Finding) -> tuple[Event | None, str]:
-    """Whether the phase has done what it is for."""
-    goal = state.goal.digest
-    old, leaving = seen.old(goal), seen.leaving(goal)
-    if state.phase is Phase.VERIFYING:
-        since_s = seen.now_s if state.since_s is None else state.since_s
-        long = seen.now_s - since_s >= seen.rules.verify_s
-        if long and not old and not leaving and _trusted(state, seen, finding):
-            return Event.VERIFIED, _evidence_text(state, seen, finding)
-        return None, ""
-    counts = seen.serving(goal)
-    if not old and (state.phase is not Phase.ROLLING_BACK or not leaving):
-        return Event.EMPTIED, f"nobody but {_short(state.goal)} is left"
-    proved = state.phase is Phase.SURGING and moves.pairs(counts, goal, seen.sides)
-    if proved and _trusted(state, seen, finding):
-        return Event.PROVED, _evidence_text(state, seen, finding)
-    return None, ""
-
-
-def _trusted(state: Rollout, seen: _Seen, finding: Finding) -> bool:
-    """Whether there is evidence, or none can come, or none is asked for."""
-    idle = state.idle_since_s is not None and seen.now_s - state.idle_since_s >= seen.rules.verify_s
-    none_asked = seen.rules.samples_min == 0 or state.waived
-    return finding.health is Health.HEALTHY or idle or none_asked
-
-
-def _evidence_text(state: Rollout, seen: _Seen, finding: Finding) -> str:
-    if finding.health is Health.UNKNOWN and state.idle_since_s is not None:
-        return f"nobody has asked for anything for {seen.now_s - state.idle_since_s:.0f} s"
-    return finding.text
-
-
 # ------------------------------------------------------------------ what follows
 
 
-def _entered(state: Rollout, event: Event, why: str, seen: _Seen) -> Rollout:
+def _entered(state: Rollout, event: Event, why: str, seen: Seen) -> Rollout:
     """The state in the phase that follows."""
     following = follow(state.phase, event, state.resumes)
     if following is None:
@@ -385,7 +235,7 @@ def _entered(state: Rollout, event: Event, why: str, seen: _Seen) -> Rollout:
     return state
 
 
-def _begun(state: Rollout, left: Phase, seen: _Seen) -> Rollout:
+def _begun(state: Rollout, left: Phase, seen: Seen) -> Rollout:
     """A roll-out begins, or turns to yet another artifact; the generation that served stays behind."""
     wanted, asked = seen.facts.wanted, seen.rules.asked
     pairs = [(m.digest, m.number) for side in seen.sides for m in side.members]
@@ -420,7 +270,7 @@ def _begun(state: Rollout, left: Phase, seen: _Seen) -> Rollout:
     return begun
 
 
-def _step(state: Rollout, seen: _Seen, finding: Finding | None) -> Step:
+def _step(state: Rollout, seen: Seen, finding: Finding | None) -> Step:
     """What the phase asks for."""
     phase, goal, rules = state.phase, state.goal, seen.rules
     if phase in RESTING:
@@ -456,7 +306,7 @@ def _step(state: Rollout, seen: _Seen, finding: Finding | None) -> Step:
     return Step(grow, goal, surge, retire, cancel, owns=True, said=tuple(said))
 
 
-def _proven(state: Rollout, seen: _Seen) -> Generation:
+def _proven(state: Rollout, seen: Seen) -> Generation:
     """Which of the two generations takes what the demand adds: the one that serves pairs.
 
     Before the new one has proved itself it is the old one, as long as that serves at all.
@@ -470,7 +320,7 @@ def _proven(state: Rollout, seen: _Seen) -> Generation:
     return state.before if better and state.before.digest else state.to
 
 
-def _starting(state: Rollout, seen: _Seen) -> moves.Ids:
+def _starting(state: Rollout, seen: Seen) -> moves.Ids:
     """Starts of a generation that is on its way out."""
     p, d = moves.others(seen.sides, state.goal.digest)
     return _ids(p), _ids(d)
@@ -480,12 +330,12 @@ def _ids(members: Iterable[Member]) -> tuple[str, ...]:
     return tuple(m.worker_id for m in members if m.stage is Stage.COMING)
 
 
-def _lines(state: Rollout, seen: _Seen, finding: Finding | None) -> Iterator[str]:
+def _lines(state: Rollout, seen: Seen, finding: Finding | None) -> Iterator[str]:
     goal = state.goal
     old = seen.others(goal.digest)
     new = seen.serving(goal.digest).get(goal.digest, [0, 0])
     yield (
-        f"{new[0]} P and {new[1]} D of {_short(goal)} serve, {old[0]} P and {old[1]} D of others "
+        f"{new[0]} P and {new[1]} D of {short(goal)} serve, {old[0]} P and {old[1]} D of others "
         f"are left; {state.reason}"
     )
     if finding is not None and state.phase in ACTIVE and state.phase is not Phase.ROLLING_BACK:
@@ -497,7 +347,7 @@ def _lines(state: Rollout, seen: _Seen, finding: Finding | None) -> Iterator[str
 
 
 def _told(
-    state: Rollout, finding: Finding | None, seen: _Seen, left: Phase, serves: Generation
+    state: Rollout, finding: Finding | None, seen: Seen, left: Phase, serves: Generation
 ) -> Told:
     goal = state.goal.digest
     new = seen.serving(goal).get(goal, [0, 0])
@@ -518,7 +368,3 @@ def _told(
         attained_old=None if finding is None else finding.old,
         samples=0 if finding is None else finding.samples,
     )
-
-
-def _short(generation: Generation) -> str:
-    return f"generation {generation.number} ({generation.digest[:SHORT]})"
