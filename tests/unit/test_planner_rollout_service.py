@@ -229,6 +229,25 @@ async def test_who_stands_by_with_an_artifact_that_is_served_no_more_is_released
     assert [b.order.manifest_digest for b in waiting] == [TWO.digest]
 
 
+@pytest.mark.parametrize("away_s", [20, 1200])
+async def test_however_long_nobody_led_a_rejected_artifact_stays_rejected(away_s: int) -> None:
+    run, names = await serving()
+    run.world.attains = lambda digest: 0.3 if digest == TWO.digest else 1.0
+    names.known["stable"] = TWO
+    await until(run, "rolled_back")
+    await run.step(35)  # a record at rest
+    before = len(run.world.provisions)
+    for _ in range(away_s):
+        run.world.advance(1.0)
+    policy_now, _version = await run.service.get_policy()
+    assert policy_now["manifest"] == "stable"
+    after = await planner(run.world, journal=run.journal, registry=names, resolve_every_s=1.0)
+    await after.step(30)
+    assert after.decisions[-1].rollout.phase == "rolled_back"
+    assert all(o.manifest_digest == ONE.digest for o in run.world.provisions[before:])
+    assert held(after, TWO.digest) == (0, 0)
+
+
 async def test_every_decision_of_a_roll_out_comes_out_the_same_again() -> None:
     run, names = await serving(rps=3.0)
     names.known["stable"] = TWO
