@@ -6,6 +6,7 @@ Owns telling near zero from load, with hysteresis, by the largest rate of the la
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from readyplane_planner.forecast import sketch
 from readyplane_planner.forecast.values import Bursts, Series, Spells
@@ -16,28 +17,26 @@ TAU_S = 7200.0
 SAMPLE_S = 5.0
 
 
-def seen(spells: Spells, rate: float, peak: float, *, dt_s: float, now_s: float) -> Spells:
-    """With one more rate of the window."""
-    fade = math.exp(-dt_s / TAU_S)
+def seen(spells: Spells, rate: float, peak: float, *, now_s: float) -> Spells:
+    """With one more rate of the window; counted every few seconds, and at each change."""
     on = peak > 0 and rate > (OFF_SHARE if spells.on else ON_SHARE) * peak
-    on_count, off_count = spells.on_count * fade, spells.off_count * fade
-    since_s = spells.since_s
-    if since_s is None:
-        since_s = now_s
-    elif on != spells.on:
-        on_count += spells.on
-        off_count += not spells.on
-        since_s = now_s
+    if spells.at_s is None:
+        return replace(spells, on=on, at_s=now_s)
+    lasted_s = now_s - spells.at_s
+    ended = on != spells.on
+    if not ended and lasted_s < SAMPLE_S - 1e-9:
+        return spells
+    fade = math.exp(-lasted_s / TAU_S)
     rates = spells.rates
-    if on and (not rates.weight or now_s - rates.at_s >= SAMPLE_S - 1e-9):
+    if on:
         rates = sketch.add(rates, rate, now_s=now_s, tau_s=TAU_S)
     return Spells(
         on,
-        since_s,
-        spells.on_s * fade + (dt_s if on else 0.0),
-        spells.off_s * fade + (0.0 if on else dt_s),
-        on_count,
-        off_count,
+        now_s,
+        spells.on_s * fade + (lasted_s if spells.on else 0.0),
+        spells.off_s * fade + (0.0 if spells.on else lasted_s),
+        spells.on_count * fade + (1.0 if ended and spells.on else 0.0),
+        spells.off_count * fade + (1.0 if ended and not spells.on else 0.0),
         rates,
     )
 
@@ -51,8 +50,10 @@ def bursts(series: Series, *, quantile: float = 0.95) -> Bursts:
     """
     spells = series.spells
     whole_s = spells.on_s + spells.off_s
+    if not whole_s:
+        return Bursts(1.0 if spells.on else 0.0, spells.rates.quantile(quantile), None, None)
     return Bursts(
-        on_share=spells.on_s / whole_s if whole_s > 0 else 0.0,
+        on_share=spells.on_s / whole_s,
         on_rate=spells.rates.quantile(quantile),
         on_s=spells.on_s / spells.on_count if spells.on_count > 0.2 else None,
         off_s=spells.off_s / spells.off_count if spells.off_count > 0.2 else None,

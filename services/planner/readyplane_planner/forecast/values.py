@@ -96,12 +96,13 @@ class Spells:
     """Times with load and times nearly without, fading over hours.
 
     Attributes:
-        on, since_s: what it is now. on_s, off_s: seconds of each.
+        on: what it is now. at_s: when that was last counted, None after a gap.
+        on_s, off_s: seconds of each.
         on_count, off_count: spells that ended. rates: of the window while on.
     """
 
     on: bool = False
-    since_s: float | None = None
+    at_s: float | None = None
     on_s: float = 0.0
     off_s: float = 0.0
     on_count: float = 0.0
