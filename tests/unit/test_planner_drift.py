@@ -80,7 +80,9 @@ def test_drift_is_said_and_nothing_shrinks(kind: str) -> None:
     limits = Limits(1, 10)
     care = Care(stance, load=1.6)
     wanted, trust = stances.careful(care, 2, Counts(5, 0), limits, Trust())
-    assert (wanted, trust.grow, trust.shrink) == (8, True, False)
+    assert (wanted, trust.grow, trust.shrink) == (6, True, False)
+    waiting, _trust = stances.careful(care, 2, Counts(4, 1), limits, Trust())
+    assert waiting == 2, "one at a time"
     assert "drift" not in trust.why and trust.why
     calm = Care(Stance(), load=1.6)
     assert stances.careful(calm, 2, Counts(5, 0), limits, Trust()) == (2, Trust())

@@ -3,8 +3,8 @@
 Owns the three judgements, each a pure function of one tick's evidence with its own memory, and what
 follows from them. Drift is entered when the evidence has been bad for a while and left when it has
 been good for longer (hysteresis); evidence that is not known changes nothing. Hands the guard a stance:
-while anything drifts, nothing shrinks and the measured load is followed upwards. Orders are no fewer
-for it: what is refused or lost is paced by its own back-off.
+while anything drifts, nothing shrinks and a measured overload is answered by one worker at a time, as
+each comes up. Orders are no fewer for it: what is refused or lost is paced by its own back-off.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Patience:
     `forecast_s`: what a burst does to the bound is learned by the forecast itself within minutes.
     """
 
-    enter_s: float = 60.0
+    enter_s: float = 90.0
     forecast_s: float = 240.0
     leave_s: float = 120.0
     band: float = 0.1
@@ -88,7 +88,7 @@ class Stance:
     """What follows for one pool.
 
     Attributes:
-        conservative: nothing shrinks, and the measured load is followed upwards.
+        conservative: nothing shrinks, and a measured overload grows it one by one.
         reasons: (code, text) of each drift.
     """
 
@@ -184,5 +184,5 @@ def _stance(drift: PoolDrift, evidence: Evidence, now_s: float) -> Stance:
         text = f"{evidence.losses} starts in a row lost, {evidence.missing} workers overdue"
         said.append(("drift_actuation", f"{text}, {lasted(drift.actuation)}"))
     if said:
-        said.append(("fallback", "the measured load is followed upwards and nothing is given up"))
+        said.append(("fallback", "nothing is given up, and a measured overload adds one at a time"))
     return Stance(bool(said), tuple(said))

@@ -11,7 +11,7 @@ from readyplane_planner.decide import demand, drift, outlook, ownership
 from readyplane_planner.decide.drift import Evidence, Patience, Stance
 from readyplane_planner.decide.pools import Pool
 from readyplane_planner.decide.values import POOLS, Memory, Plan, Reason
-from readyplane_planner.guard import Counts, Limits, Trust, Verdict, fallback
+from readyplane_planner.guard import Counts, Limits, Trust, Verdict
 from readyplane_planner.signals import Observation
 
 YOUNG_S = 60.0
@@ -120,8 +120,10 @@ def careful(
     stance = care.stance
     if not stance.conservative:
         return wanted, trust
-    lifted = fallback(live=counts.live, load=care.load, limits=limits)
-    wanted = None if wanted is None else max(wanted, lifted)
+    # Whether more workers help is not known while the model is off: one, and look again.
+    over = care.load is not None and care.load > 1.0 and not counts.pending
+    if wanted is not None and over:
+        wanted = max(wanted, min(limits.high, counts.live + 1))
     return wanted, replace(trust, shrink=False, why=trust.why or stance.reasons[0][1])
 
 
