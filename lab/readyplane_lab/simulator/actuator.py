@@ -15,6 +15,7 @@ from readyplane.core.worker import Role
 from readyplane.kit.clock import Clock
 from readyplane.ports import Instance, Order
 from readyplane_lab.simulator.invariants import Epochs
+from readyplane_lab.simulator.nodes import Nodes
 from readyplane_lab.simulator.worker import Begin, SimWorker
 
 ENDED_SHOWN = 256
@@ -40,7 +41,9 @@ class SimActuator:
         *,
         clock: Clock,
         quota: Mapping[str, int] | None = None,
+        nodes: Nodes,
     ) -> None:
+        self._nodes = nodes
         self.living: dict[str, SimWorker] = {}
         self.everyone: dict[str, SimWorker] = {}
         self.refused = 0
@@ -70,7 +73,8 @@ class SimActuator:
         return self._instance(order.worker_id)
 
     def begin(self, order: Order, how: Begin = Begin.COLD) -> SimWorker:
-        """Allocate one worker."""
+        """Allocate one worker. Raises Refused where no machine has room."""
+        self._nodes.take(order)
         worker = self._spawn(order, how)
         self.everyone[order.worker_id] = self.living[order.worker_id] = worker
         return worker
@@ -78,6 +82,7 @@ class SimActuator:
     def ended(self, worker: SimWorker) -> None:
         """A worker has given its GPUs back."""
         self.living.pop(worker.order.worker_id, None)
+        self._nodes.give(worker.order.worker_id)
 
     def deny(self, *, until_s: float, granted: int, role: Role | None) -> None:
         """Take only so many more orders of a role (of any, when None) until then."""
@@ -138,7 +143,8 @@ class SimActuator:
         return Instance(
             order=worker.order,
             state=state,
-            node=worker_id,
+            node=self._nodes.of(worker_id),
+            node_note=self._nodes.note_of(worker_id),
             allocated_ago_s=now_s - worker.born_s,
             running_ago_s=now_s - worker.born_s,
             exited_ago_s=None if ended is None else now_s - ended,

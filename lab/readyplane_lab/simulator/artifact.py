@@ -6,23 +6,24 @@ workers exchange no KV with those of the revision before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from readyplane.core.errors import NotFound
 from readyplane.core.identity import ArtifactKind, Canary, FileEntry, Manifest, TensorEntry
 from readyplane.core.profile import ClassProfile
-from readyplane.ports import FetchPlan
+from readyplane.ports import FetchPlan, RankedSource
 
 
 class Artifacts:
     """Revisions of one model; every name means the newest.
 
     Attributes:
-        newest: what new workers are to serve.
+        newest: what new workers are to serve. way: of the weights to a machine.
     """
 
     def __init__(self, model: str) -> None:
+        self.way: Callable[[str, str], tuple[RankedSource, ...]] = lambda _node, _digest: ()
         self._model = model
         self._known: dict[str, Manifest] = {}
         self._slowness: dict[str, float] = {}
@@ -66,9 +67,9 @@ class Artifacts:
     async def plan_fetch(
         self, digest: str, *, worker_id: str, incarnation: str, node: str
     ) -> FetchPlan:
-        """See `ports.Registry`; every simulated start has a node of its own, all alike."""
-        del digest, worker_id, incarnation, node
-        return FetchPlan(())
+        """See `ports.Registry`."""
+        del worker_id, incarnation
+        return FetchPlan(self.way(node, digest))
 
 
 def one_tensor_manifest(model: str, revision: int = 0) -> Manifest:

@@ -33,6 +33,7 @@ from readyplane_agent.lifecycle import STARTS, Event, State, holds_lease, step
 from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.simulator.engine import SimEngine
 from readyplane_lab.simulator.ledger import Account, Part
+from readyplane_lab.simulator.nodes import Nodes
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 
@@ -74,6 +75,7 @@ class Site:
     artifacts: Artifacts
     startup: StartUpModel
     sources: WeightSources
+    nodes: Nodes
     draws: Draws
     clock: Clock
     mishap: Callable[[Role], Mishap | None] = lambda _role: None
@@ -253,8 +255,10 @@ class SimWorker:
         self._tell(Event.SOURCES_PLANNED)
         self._segments.append(Segment(SegmentName.WEIGHT_TRANSFER, site.clock.monotonic_s(), None))
         cached = site.startup.is_cached(site.draws, *self._named)
+        cached = cached or site.nodes.holds(self.order.worker_id)
         alone = self.begin is Begin.FIRST
         self.tier = await site.sources.fetch(cached=cached, alone=alone)
+        site.nodes.loaded(self.order.worker_id)
         self._end_segment()
         self._tell(Event.WEIGHTS_VERIFIED)
         await self._rank("verified")
@@ -496,7 +500,7 @@ class SimWorker:
             worker_class=order.worker_class,
             generation=order.generation,
             manifest_digest=self._manifest.digest,
-            node=order.worker_id,
+            node=self._site.nodes.of(order.worker_id),
             scale_decision_id=order.scale_decision_id,
             ordered_ago_s=self._site.clock.monotonic_s() - self.born_s,
             mode=order.mode,

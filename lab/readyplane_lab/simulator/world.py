@@ -32,6 +32,7 @@ from readyplane_lab.simulator.faults import Fault
 from readyplane_lab.simulator.gateway import SimGateway
 from readyplane_lab.simulator.ledger import Ledger
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
+from readyplane_lab.simulator.nodes import Nodes
 from readyplane_lab.simulator.router import SimRouter
 from readyplane_lab.simulator.script import Mishaps, Script, Stage
 from readyplane_lab.simulator.sources import WeightSources
@@ -79,7 +80,8 @@ class WorldOptions:
             arrives when there is a pair.
         block_size: tokens of a KV block.
         classes: profiles of worker classes besides the policy's two, for brains that order them.
-        quota: GPUs of a worker class that may be held at once. prices: per GPU-hour, where they
+        quota: GPUs of a worker class that may be held at once. nodes: machines and their GPUs; none
+            gives every worker a machine of its own. prices: per GPU-hour, where they
             are not the policy's or the profile's.
         faults, directives: what happens at which moment. standbys: (prefill, decode) workers that
             are loaded at the first arrival and wait to be activated; only with `initial`.
@@ -96,6 +98,7 @@ class WorldOptions:
     faults: tuple[Fault, ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict)
     quota: Mapping[str, int] = field(default_factory=dict)
+    nodes: Mapping[str, int] = field(default_factory=dict)
     prices: Mapping[str, float] = field(default_factory=dict)
     directives: tuple[Directive, ...] = ()
     standbys: tuple[int, int] = (0, 0)
@@ -119,7 +122,13 @@ class World:
         self.mishaps = Mishaps()
         self.sources = WeightSources(options.startup, clock=self.clock)
         self.sources.on_death = self._source_died
-        self.actuator = SimActuator(self.spawn, clock=self.clock, quota=options.quota)
+        self.nodes = Nodes(
+            options.nodes, options.startup, gpus_of=lambda name: self.classes[name].gpus
+        )
+        self.artifacts.way = self.nodes.way
+        self.actuator = SimActuator(
+            self.spawn, clock=self.clock, quota=options.quota, nodes=self.nodes
+        )
         self.router = SimRouter(
             telemetry=self.telemetry,
             on_drain=self._drains,
@@ -136,6 +145,7 @@ class World:
             artifacts=self.artifacts,
             startup=options.startup,
             sources=self.sources,
+            nodes=self.nodes,
             draws=Draws(options.seed),
             clock=self.clock,
             mishap=self.mishaps.take,
