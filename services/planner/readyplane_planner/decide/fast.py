@@ -33,10 +33,10 @@ ACTIVATE_S_MAX = 30.0
 """An activation is told for so long; one that takes longer would be slower than a start."""
 UNSEEN_S_MAX = 15.0
 PRIORS = {
-    # Measured in the local stack, modelled engines: renewal, canary and gate; for a flip the
-    # renewal, a short drain, the whole canary and the gate.
-    ACTIVATE: StartQuantiles(0.6, 1.5, 5.0, 0, 0.0),
-    FLIP: StartQuantiles(2.5, 10.0, 30.0, 0, 0.0),
+    # Measured in the local stack (docs/fast-tier.md): renewal, canary and gate; for a flip the
+    # renewal, a drain of next to nothing, the whole proof and the gate. The tail is a longer drain.
+    ACTIVATE: StartQuantiles(1.0, 2.5, 5.0, 0, 0.0),
+    FLIP: StartQuantiles(3.0, 10.0, 30.0, 0, 0.0),
 }
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
