@@ -75,7 +75,9 @@ class PlannerMetrics:
             "readyplane_service_rate_correction_ratio", "Measured over profiled rate", LABELS
         )
         self._phase = gauge(
-            "readyplane_rollout_phase", "1 for the phase that the roll-out is in", ("model", "phase")
+            "readyplane_rollout_phase",
+            "1 for the phase that the roll-out is in",
+            ("model", "phase"),
         )
         self._decisions = counter(
             "readyplane_decisions", "Decisions by what they did", ("model", "kind")
