@@ -12,7 +12,7 @@ import pytest
 from readyplane.core.errors import InvalidField, NotFound, Refused, Unavailable
 from readyplane.core.identity import ArtifactKind, Canary, FileEntry, Manifest, TensorEntry
 from readyplane.core.worker import Role, WorkerState
-from readyplane.ports import RouterSignals
+from readyplane.ports import Order, RouterSignals
 from readyplane_planner.journal import decode_inputs, replay
 from tests.unit.planner_world import MODEL, HandClock, Run, World, planner, policy
 
@@ -216,6 +216,26 @@ async def test_one_that_attains_less_is_rolled_back_and_the_record_says_why() ->
     assert "attained by the old one" in turned[1].rollout.reason
     found = await run.service.explain(turned[1].decision_id)
     assert found["decision"]["rollout"]["phase"] == "rolling_back"
+
+
+async def test_a_surge_that_is_refused_backs_off_and_is_nobodys_failed_start() -> None:
+    run, names = await serving(patience_s=60.0)
+    asked: list[str] = []
+
+    def refuse(order: Order) -> str:
+        asked.append(order.worker_id)
+        return "no place" if order.manifest_digest == TWO.digest else ""
+
+    run.world.refuse = refuse
+    names.known["stable"] = TWO
+    await until(run, "paused")
+    assert "no progress" in run.decisions[-1].rollout.reason
+    assert len(asked) <= 16, "asked for again and again"
+    assert held(run, ONE.digest) == (2, 2)
+    run.world.refuse = lambda _order: ""
+    await run.service.upgrades.ask("resume", asked_id="r1")
+    await until(run, "done")
+    assert held(run, TWO.digest) == (2, 2)
 
 
 async def test_who_stands_by_with_an_artifact_that_is_served_no_more_is_released() -> None:
