@@ -170,6 +170,18 @@ def test_growth_is_that_of_the_series_own_past() -> None:
     assert growth(series, 12.0, 0.98, knobs=KNOBS) == pytest.approx(3000.0, rel=0.3)
 
 
+def test_growth_and_bursts_scale_within_their_bins() -> None:
+    series = feed(([2000.0] * 50 + [5000.0] * 50) * 6, horizon_s=108.0)
+    double = forecast.scaled(series, 2.0)
+    assert growth(double, 60.0, 0.9, knobs=KNOBS) == pytest.approx(
+        2 * growth(series, 60.0, 0.9, knobs=KNOBS), rel=0.06
+    )
+    assert bursts(double).on_rate == pytest.approx(2 * bursts(series).on_rate, rel=0.06)
+    nothing = forecast.scaled(series, 0.0)
+    assert growth(nothing, 60.0, 0.9, knobs=KNOBS) == pytest.approx(0.0, abs=1e-6)
+    assert predict(nothing, horizon_s=60.0, knobs=KNOBS).upper == 0.0
+
+
 def test_little_history_leaves_more_room_than_much() -> None:
     """The rule of succession: what was never seen stays possible, less so with every quiet hour."""
     widths = [

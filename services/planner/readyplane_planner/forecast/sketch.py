@@ -85,6 +85,8 @@ def add(sketch: Sketch, value: float, *, now_s: float, tau_s: float, weight: flo
 
 
 def scaled(sketch: Sketch, factor: float) -> Sketch:
-    """Of so many times each sample, to the nearest bin."""
+    """Of so many times each sample, to the nearest bin; of none at all, nothing but zeros."""
+    if factor <= 0:
+        return Sketch((), (), sketch.weight, sketch.at_s)
     shift = round(math.log(factor) / _LOG)
     return replace(sketch, keys=tuple(key + shift for key in sketch.keys))
