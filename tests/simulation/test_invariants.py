@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from readyplane.core.errors import StaleEpoch
+from readyplane.core.fencing import Fences
 from readyplane.core.worker import Lease, Role, WorkerOffer, WorkerState
 from readyplane_lab.demo import DEMO_POLICY
 from readyplane_lab.simulator import world as simulated
@@ -158,7 +159,7 @@ def test_a_leader_of_the_past_is_refused_and_an_epoch_that_goes_back_is_found() 
         await actuator.provision(made.order("p-1", Role.PREFILL), leader_epoch=2)
         with pytest.raises(StaleEpoch):
             await actuator.provision(made.order("p-2", Role.PREFILL), leader_epoch=1)
-        actuator._leader_epoch = 0  # it forgets who led
+        actuator._fences = Fences()  # it forgets who led
         await actuator.provision(made.order("p-2", Role.PREFILL), leader_epoch=1)
 
     with pytest.raises(Broken, match="epoch of the leader went back"):

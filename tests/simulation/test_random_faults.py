@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from readyplane.core.worker import Role
+from readyplane_lab.demo import DEMO_POLICY
 from readyplane_lab.simulator import directives, faults
 from readyplane_lab.simulator.faults import Fault
 from readyplane_lab.simulator.startup import StartUpModel
 from readyplane_lab.simulator.world_result import WorldResult
 from readyplane_planner.decide.follow import Brain
+from readyplane_planner.policy import overlay
 from tests.simulation.sim_world import Fixed, same, steady, world
 
 SPAN_S = 45.0
@@ -80,10 +82,11 @@ def brain_of(seed: int, random: np.random.Generator) -> Brain | None:
 
 def ill_fated(seed: int) -> WorldResult:
     random = np.random.Generator(np.random.Philox(key=seed))
+    fast = {"flip": seed % 3 == 1, "decode": {"standby": int(seed % 4 == 0)}}
     return world(
         brain_of(seed, random),
         steady(float(random.choice([1.0, 2.0, 4.0])), SPAN_S, seed),
-        policy=POLICY,
+        policy=overlay({**DEMO_POLICY, **POLICY}, fast),
         seed=seed,
         startup=StartUpModel(cached_share=0.3, compiled_share=0.3),
         convertible=seed % 3 == 0,

@@ -202,9 +202,9 @@ def test_a_flipped_worker_serves_the_other_stage_without_a_new_start() -> None:
 
 def test_a_pool_that_grows_takes_its_standby_and_has_another_one_loaded() -> None:
     """Ordered, activated and replaced by the planner's service, through the ports."""
-    grows = Fixed((0.0, 2, 2), (20.0, 2, 3))
+    grows = Fixed((0.0, 2, 3), (20.0, 2, 4))
     policy = overlay(DEMO_POLICY, {"decode": {"standby": 1}})
-    result = world(grows, policy=policy)
+    result = world(grows, initial=(2, 3), policy=policy)
     decode = [w for w in result.lives if w.pool == "decode" and w.allocated_s > -1.0]
     first, second = sorted(decode, key=lambda w: w.allocated_s)
     assert first.ready_s is not None and second.ready_s is None, "one stands by again"

@@ -161,7 +161,8 @@ def targets_are_in_bounds(decision: Decision, plan: Plan) -> None:
     held = ordered = 0
     for name in POOLS:
         pool, limits = decision.pool(name), plan.pool(name).limits
-        orders = sum(order.pool == name for order in decision.orders)
+        mine = [order for order in decision.orders if order.pool == name]
+        orders = sum(not order.standby for order in mine)
         most = max(limits.high, pool.counts.live)
         beside = most + plan.rollout.surge
         if not limits.low <= pool.target <= most or pool.counts.live + orders > beside:
@@ -175,8 +176,12 @@ def targets_are_in_bounds(decision: Decision, plan: Plan) -> None:
                 orders=orders,
                 decision=decision.decision_id,
             )
+        told = sum(activation.pool == name for activation in decision.activations)
+        standby = pool.counts.standby + len(mine) - orders - told
+        if standby > max(plan.pool(name).standby, pool.counts.standby):
+            _hold(False, "more stand by than the policy wants", pool=name, standby=standby)
         held += pool.counts.held * limits.gpus
-        ordered += orders * limits.gpus
+        ordered += len(mine) * limits.gpus
     budget = plan.budget_gpus
     if budget is not None and ordered and held + ordered > budget:
         _hold(False, "orders exceed the budget", held=held, ordered=ordered, budget=budget)
