@@ -24,6 +24,7 @@ from readyplane_lab.workload.conversation import Wave, conversation
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_lab.workload.trace import read_trace
 from readyplane_planner.policy import overlay
+from tests.simulation.sim_world import Fixed
 
 SHARED = Path(os.environ.get("READYPLANE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 CONV = SHARED / "traces" / "azure2023_conv.csv.zst"
@@ -229,11 +230,38 @@ def test_decode_workers_that_lend_their_time_help_a_small_prefill_pool() -> None
     assert found[1] > found[0] + 0.05
 
 
-@pytest.mark.parametrize("changes", [{"decode": {"standby": 1}}, {"flip": True}])
-def test_what_a_fluid_has_not_is_refused_by_name(changes: dict[str, Any]) -> None:
-    options = FluidOptions(overlay(DEMO_POLICY, changes))
-    with pytest.raises(InvalidField, match=next(iter(changes))):
+def test_what_a_fluid_has_not_is_refused_by_name() -> None:
+    options = FluidOptions(overlay(DEMO_POLICY, {"flip": True}))
+    with pytest.raises(InvalidField, match="flip"):
         run_fluid(options, [WorkloadRequest(0, 1.0, 100, 10, ())])
+
+
+def test_standbys_serve_and_are_billed_as_by_events() -> None:
+    """A pool that grows takes them: the same few seconds, and the same GPUs for waiting."""
+    pools = policy("h200-slow10", (2, 2), (2, 4))
+    wanted = overlay(pools, {"decode": {"standby": 1}, "prefill": {"standby": 1}})
+
+    def options() -> dict[str, Any]:
+        return {
+            "policy": wanted,
+            "startup": StartUpModel().scaled_to(20.0),
+            "initial": (2, 2),
+            "block_size": 64,
+            "record": False,
+            "brain": Fixed((0.0, 2, 2), (40.0, 2, 3)),
+        }
+
+    events = run_world(WorldOptions(**options()), azure(90.0)).run()
+    fluid = run_fluid(FluidOptions(**options()), azure(90.0))
+    assert worker_s(fluid) == pytest.approx(worker_s(events), rel=0.05)
+    served = []
+    for run in (events, fluid):
+        ordered = [w for w in run.lives if w.decision_id]
+        (came,) = [w.ready_s for w in ordered if w.ready_s is not None]
+        assert len(ordered) == 3, "one for each pool, and one in place of the one that serves"
+        served.append(came)
+    assert all(40.0 < came < 47.0 for came in served)
+    assert served[0] == pytest.approx(served[1], abs=2.5)
 
 
 @pytest.mark.parametrize("fleet", [(5, 7), (4, 6), (3, 9)])

@@ -139,14 +139,14 @@ class Control:
     def _learn(self, now_s: float) -> None:
         """Samples of the starts that have ended since the last tick."""
         for worker in self._starts:
-            if worker.ready_s is None:
+            if worker.loaded_s is None:
                 continue
             sample = StartSample(
                 worker.profile.worker_class,
                 worker.tier,
                 StartMode(self._plan.start_mode),
                 0.0,
-                worker.ready_s - worker.allocated_s,
+                worker.loaded_s - worker.allocated_s,
                 now_s,
             )
             self._book.add(ROLE_OF[worker.pool], sample)

@@ -25,6 +25,7 @@ class FluidWorker:
         lost_until_s: crashed, and the router does not know before then. hidden: the
             router does not know it now.
         free_s: when its prefill queue is worked off. jobs: (done, row, tokens) of it.
+        standby: ordered to wait; stood_s: loaded since. asked: told to serve.
         prefixes: names of those its cache holds. promised, computed: prompt tokens; seen_*: as of the last look.
     """
 
@@ -50,6 +51,19 @@ class FluidWorker:
     computed: float = 0.0
     seen_computed: float = 0.0
     seen_promised: float = 0.0
+    standby: bool = False
+    stood_s: float | None = None
+    asked: bool = False
+
+    @property
+    def named(self) -> tuple[object, ...]:
+        """What names its start among all, for the draws; standbys are counted apart."""
+        return (self.pool, "standby", self.ordinal) if self.standby else (self.pool, self.ordinal)
+
+    @property
+    def loaded_s(self) -> float | None:
+        """When its start was over, to serve or to wait."""
+        return self.ready_s if self.stood_s is None else self.stood_s
 
     @property
     def serving(self) -> bool:
@@ -61,6 +75,8 @@ class FluidWorker:
         """As the router would say; allocated and not registered: ORDERED."""
         if self.ready_s is not None:
             return WorkerState.READY if self.drain_s is None else WorkerState.DRAINING
+        if self.stood_s is not None:
+            return WorkerState.STANDBY
         return WorkerState.PROVISIONED
 
     def told(self, now_s: float) -> bool:

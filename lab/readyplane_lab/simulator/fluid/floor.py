@@ -81,6 +81,7 @@ class Floor:
         self._prefilling_w = self._prefilling_tokens = 0.0
         self._next_row = 0
         self._ordinals = dict.fromkeys(POOLS, 0)
+        self._standbys = dict.fromkeys(POOLS, 0)
 
     @property
     def over(self) -> bool:
@@ -282,13 +283,25 @@ class Floor:
             worker.allocated_s = worker.provisioned_s = -self.starts.took_s
             self._ready(worker, ready_s)
 
-    def order(self, worker_id: str, pool: str, decision_id: str, now_s: float) -> None:
-        """Start one."""
-        self.starts.begin(self._spawn(worker_id, pool, decision_id, now_s), now_s)
+    def order(
+        self, worker_id: str, pool: str, decision_id: str, now_s: float, *, standby: bool = False
+    ) -> None:
+        """Start one, to serve or to stand by."""
+        worker = self._spawn(worker_id, pool, decision_id, now_s, standby=standby)
+        self.starts.begin(worker, now_s)
+
+    def activate(self, worker: FluidWorker, now_s: float) -> None:
+        """A standby is to serve, as soon as it is loaded."""
+        if worker.standby and not worker.asked:
+            worker.asked = True
+            if worker.stood_s is not None:
+                self.starts.activate(worker, now_s)
 
     def drain(self, worker: FluidWorker, now_s: float) -> None:
         """Nothing new goes there; it leaves when it has nothing left."""
-        if worker.ready_s is not None and worker.drain_s is None:
+        if worker.stood_s is not None and worker.ready_s is None:
+            self.remove(worker, now_s)
+        elif worker.ready_s is not None and worker.drain_s is None:
             worker.drain_s = now_s
             self.close(worker)
 
@@ -332,19 +345,29 @@ class Floor:
         elif (batch := self.decode.batch_of(worker)) is not None:
             batch.stall_s += for_s / len(batch.workers)
 
-    def _spawn(self, worker_id: str, pool: str, decision_id: str, now_s: float) -> FluidWorker:
-        self._ordinals[pool] += 1
-        ordinal = self._ordinals[pool]
+    def _spawn(
+        self, worker_id: str, pool: str, decision_id: str, now_s: float, *, standby: bool = False
+    ) -> FluidWorker:
+        ordinals = self._standbys if standby else self._ordinals
+        ordinals[pool] += 1
+        ordinal = ordinals[pool]
         worker = FluidWorker(worker_id, pool, ordinal, self.profiles[pool], decision_id, now_s)
+        worker.standby = standby
         self.fleet[worker_id] = worker
         self.everyone.append(worker)
         return worker
 
     def _ready(self, worker: FluidWorker, at_s: float) -> None:
+        if worker.standby and not worker.asked:
+            worker.stood_s = at_s
+            self.starts.sources.add_peer(worker.worker_id)
+            self._on_ready(worker)
+            return
         worker.ready_s = at_s
         self.starts.sources.add_peer(worker.worker_id)
         (self.prefill if worker.pool == "prefill" else self.decode).join(worker, at_s)
-        self._on_ready(worker)
+        if worker.stood_s is None:  # else its start was over when it stood by
+            self._on_ready(worker)
 
     def _failed(self, worker: FluidWorker, at_s: float) -> None:
         self.remove(worker, at_s, "its start failed")

@@ -76,13 +76,9 @@ def _of_one_class(policy: Policy) -> Policy:
 
 
 def _check(policy: Policy) -> None:
-    """Refuse what a fluid has not: workers that wait, or change what they are."""
-    remedy = "play it by events, or leave it out"
-    for name in ("prefill", "decode"):
-        standby = getattr(policy, name).standby
-        if standby:
-            raise InvalidField(f"policy.{name}.standby", standby, remedy)
+    """Refuse what a fluid has not: workers that change their stage."""
     if policy.flip:
+        remedy = "play it by events, or leave it out"
         raise InvalidField("policy.flip", policy.flip, remedy)
 
 
@@ -111,7 +107,16 @@ def _act(
         if why := mishaps.denied(order.pool, now_s):
             control.refused.append(Refusal(order.worker_id, order.pool, why))
         else:
-            floor.order(order.worker_id, order.pool, decision.decision_id, now_s)
+            floor.order(
+                order.worker_id,
+                order.pool,
+                decision.decision_id,
+                now_s,
+                standby=order.standby,
+            )
+    for activation in decision.activations:
+        if activation.worker_id in floor.fleet:
+            floor.activate(floor.fleet[activation.worker_id], now_s)
     for drain in decision.drains:
         if drain.worker_id in floor.fleet:
             floor.drain(floor.fleet[drain.worker_id], now_s)

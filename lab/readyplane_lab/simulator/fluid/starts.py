@@ -16,6 +16,8 @@ from readyplane_lab.simulator.fluid.fleet import FluidWorker
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 
+HEARD_S = 0.25
+"""Until a standby hears of its word, on the mean: it renews twice a second."""
 BEFORE_WEIGHTS = 2
 """Segments that come before the weights: import, and finding the sources."""
 
@@ -99,6 +101,15 @@ class Starts:
         self._courses[worker] = self._live(worker)
         self._push(now_s, worker)
 
+    def activate(self, worker: FluidWorker, now_s: float) -> None:
+        """A standby that is loaded serves shortly: it hears of it with its next renewal."""
+        self._courses[worker] = self._activated(worker)
+        self._push(now_s, worker)
+
+    async def _activated(self, worker: FluidWorker) -> WeightTier:
+        await self._clock.sleep(HEARD_S + self._model.activation_s(self._draws, *worker.named))
+        return worker.tier
+
     @property
     def now_s(self) -> float:
         """The second that is being played."""
@@ -159,7 +170,7 @@ class Starts:
         await self._clock.sleep(self._seconds(worker, SegmentName.SCHEDULE))
         for name in names[:BEFORE_WEIGHTS]:
             await self._clock.sleep(self._seconds(worker, name))
-        cached = self._model.is_cached(self._draws, worker.pool, worker.ordinal)
+        cached = self._model.is_cached(self._draws, *worker.named)
         tier = await self.sources.fetch(cached=cached, alone=self.alone)
         if self._spoilt[worker.pool]:
             if self._spoilt[worker.pool].pop(0):
@@ -174,4 +185,4 @@ class Starts:
         heappush(self._due, (at_s, self._ties, worker))
 
     def _seconds(self, worker: FluidWorker, name: SegmentName) -> float:
-        return self._model.seconds(name, self._draws, worker.pool, worker.ordinal)
+        return self._model.seconds(name, self._draws, *worker.named)

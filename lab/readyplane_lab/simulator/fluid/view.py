@@ -149,8 +149,12 @@ class View:
             "mode": plan.start_mode,
             "node": worker.worker_id,
             "scale_decision_id": worker.decision_id,
+            "standby": worker.standby,
         }
         if worker.ready_s is None:
+            if worker.stood_s is not None:
+                shown["standby_age_s"] = now_s - worker.stood_s
+                shown["told"] = "activate" if worker.asked else ""
             return WorkerView(**shown)
         shown["ready_age_s"] = now_s - worker.ready_s
         if worker.drain_s is not None:
@@ -231,6 +235,7 @@ class View:
             exited_ago_s=None if ended_s is None else now_s - ended_s,
             exit_code=None if ended_s is None else int(bool(worker.failure)),
             reason=worker.failure,
+            standby=worker.standby,
         )
 
 
