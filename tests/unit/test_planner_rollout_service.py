@@ -14,6 +14,7 @@ from readyplane.core.identity import ArtifactKind, Canary, FileEntry, Manifest, 
 from readyplane.core.worker import Role, WorkerState
 from readyplane.ports import Order, RouterSignals
 from readyplane_planner.journal import decode_inputs, replay
+from readyplane_planner.policy import read_policy
 from tests.unit.planner_world import MODEL, HandClock, Run, World, planner, policy
 
 QUICK = {"verify_s": 5.0, "samples_min": 10}
@@ -294,3 +295,17 @@ async def test_a_policy_stored_before_is_still_read() -> None:
     found, _version = await again.service.get_policy()
     assert found["rollout"]["surge"] == 3
     await asyncio.sleep(0)
+
+
+async def test_a_file_that_names_no_artifact_leaves_it_to_whoever_rolls_one_out() -> None:
+    run, _names = await serving()
+    await run.service.upgrades.ask("go", asked_id="r1", to="other")
+    given = {"model": MODEL, "prefill": policy().document()["prefill"], "tick_s": 1.0}
+    given["decode"] = policy().document()["decode"]
+    await run.service.adopt(read_policy(given))
+    found, _version = await run.service.get_policy()
+    assert found["manifest"] == "other"
+    assert found["rollout"]["asked"]["id"] == "r1"
+    await run.service.adopt(read_policy({**given, "manifest": "stable"}))
+    found, _version = await run.service.get_policy()
+    assert found["manifest"] == "stable", "what a file names is what is wanted"

@@ -460,6 +460,18 @@ def as_stored(document: Mapping[str, Any]) -> dict[str, Any]:
     return moved
 
 
+def kept(given: Policy, stored: Policy) -> Policy:
+    """A policy that a file gives, with what people asked for meanwhile: a pause, and a roll-out.
+
+    A file that names no artifact leaves it to whoever rolls one out.
+    """
+    rules = given.rollout.model_copy(update={"asked": stored.rollout.asked})
+    update: dict[str, Any] = {"paused": stored.paused, "rollout": rules}
+    if "manifest" not in given.model_fields_set:
+        update["manifest"] = stored.manifest
+    return given.model_copy(update=update)
+
+
 def _cross_check(policy: Policy) -> None:
     for name in ("prefill", "decode"):
         pool: PoolPolicy = getattr(policy, name)

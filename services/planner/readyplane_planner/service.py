@@ -36,6 +36,7 @@ from readyplane_planner.places import Places, Resolver
 from readyplane_planner.policy import (
     Policy,
     as_stored,
+    kept,
     make_plan,
     merged,
     policy_warnings,
@@ -194,10 +195,10 @@ class PlannerService:
     async def adopt(self, policy: Policy) -> None:
         """Make a policy given at start the next version, unless it is the one in force.
 
-        A pause stays: only whoever asked for it lets go.
+        What people asked for stays: only they let go (see `kept`).
         """
         await self._refresh()
-        policy = policy.model_copy(update={"paused": self._policy.paused})
+        policy = kept(policy, self._policy)
         if policy.digest != self._policy.digest:
             await self.set_policy(policy.document())
 
