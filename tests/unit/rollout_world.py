@@ -77,6 +77,7 @@ class Fleet:
     lost: list[list[str]] = field(default_factory=lambda: [[], []])
     came: list[list[str]] = field(default_factory=lambda: [[], []])
     step: rollout.Step | None = None
+    turned: bool = False
 
     def __post_init__(self) -> None:
         self.desired = list(self.targets)
@@ -145,6 +146,7 @@ class Fleet:
         self._check_rest(turn, sides)
         self.state, self.generation, self.step = turn.state, turn.generation, turn.step
         self.phases.append(turn.state.phase)
+        self.turned = turn.told.turned
         self._act(turn.step, sides)
 
     def _pass_time(self) -> None:

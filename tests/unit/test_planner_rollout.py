@@ -279,6 +279,8 @@ def test_a_third_artifact_takes_the_place_of_an_unfinished_one() -> None:
     fleet = rolling(4, 4).until(Phase.MOVING)
     fleet.run(6)
     fleet.wanted = THIRD
+    fleet.tick()
+    assert fleet.turned, "another goal is on record, whatever the phase"
     fleet.until(Phase.DONE)
     assert fleet.count(THIRD) == (4, 4)
     assert fleet.there(OLD) == fleet.there(NEW) == 0

@@ -67,9 +67,9 @@ def advance(
         first = generation if generation.digest else Generation(facts.wanted, 1)
         step = Step(first, state.goal, owns=state.phase not in RESTING)
         seen = Seen(sides, facts, rules, first, promised, now_s)
-        return Turn(step, state, generation, _told(state, None, seen, state.phase, first))
+        return Turn(step, state, generation, _told(state, None, seen, state, first))
     seen = Seen(sides, facts, rules, generation, promised, now_s)
-    left = state.phase
+    left = state
     state, finding = _watched(_counted_on(state, seen), seen)
     event, why = event_of(state, seen, finding)
     if event is not None:
@@ -347,13 +347,13 @@ def _lines(state: Rollout, seen: Seen, finding: Finding | None) -> Iterator[str]
 
 
 def _told(
-    state: Rollout, finding: Finding | None, seen: Seen, left: Phase, serves: Generation
+    state: Rollout, finding: Finding | None, seen: Seen, left: Rollout, serves: Generation
 ) -> Told:
     goal = state.goal.digest
     new = seen.serving(goal).get(goal, [0, 0])
     return Told(
         phase=state.phase,
-        turned=state.phase is not left,
+        turned=(state.phase, state.to) != (left.phase, left.to),
         to=state.to,
         before=state.before,
         serves=serves,
