@@ -43,7 +43,7 @@ def test_a_roll_out_of_a_running_system(
     old = {w["worker_id"] for w in said(capfd, "workers")["workers"]}
     told: list[Tally] = []
     traffic = threading.Thread(
-        target=lambda: told.append(full_stack.drive(18.0, rate_rps=3.0, seed=9))
+        target=lambda: told.append(full_stack.drive(14.0, rate_rps=3.0, seed=9))
     )
     traffic.start()
     began_s = time.monotonic()
