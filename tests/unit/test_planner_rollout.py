@@ -188,6 +188,15 @@ def test_verdicts_of_attainment(new: Tally, old: Tally, verdict: str) -> None:
     assert health.judge(evidence, QUICK, promised=0.9).health == verdict
 
 
+def test_the_next_one_is_compared_with_whoever_serves_and_not_with_what_was_rolled_back() -> None:
+    fleet = rolling(2, 2, share={NEW: 0.3, THIRD: 0.6}).until(Phase.ROLLED_BACK)
+    baseline = fleet.state.evidence.baseline
+    assert baseline is None or baseline > 0.95
+    fleet.wanted = THIRD
+    fleet.until(Phase.ROLLING_BACK)
+    assert "100.0% attained by the old one" in fleet.state.reason
+
+
 def test_old_evidence_goes_and_slow_traffic_keeps_its_own() -> None:
     evidence = Evidence()
     for second in range(60):  # two a second: ten ticks fill a half

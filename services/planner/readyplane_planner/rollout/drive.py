@@ -230,8 +230,9 @@ def _entered(state: Rollout, event: Event, why: str, seen: Seen) -> Rollout:
         return replace(
             state, failures=(0, 0), waived=False, rejected=state.to.digest, evidence=Evidence()
         )
-    if following is Phase.DONE:
-        return replace(state, evidence=health.swapped(state.evidence), idle_since_s=None)
+    if following in {Phase.DONE, Phase.ROLLED_BACK}:
+        evidence = health.swapped(state.evidence, seen.rules)
+        return replace(state, evidence=evidence, idle_since_s=None)
     return state
 
 

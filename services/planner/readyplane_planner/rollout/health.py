@@ -81,11 +81,11 @@ def renewed(evidence: Evidence) -> Evidence:
     return replace(evidence, new_now=Tally(), new_past=Tally(), since_s=None, late=0)
 
 
-def swapped(evidence: Evidence) -> Evidence:
-    """What served as the new generation is one of the others from now on."""
+def swapped(evidence: Evidence, rules: Rules) -> Evidence:
+    """What was judged serves alone from now on: the next generation is compared with it."""
     new = evidence.new_now + evidence.new_past
-    share = new.attained / new.ended if new.ended else evidence.baseline
-    return Evidence(old_past=new, baseline=share)
+    known = new.ended >= max(1, rules.samples_min)
+    return Evidence(old_past=new, baseline=new.attained / new.ended if known else None)
 
 
 def judge(evidence: Evidence, rules: Rules, *, promised: float) -> Finding:
