@@ -100,10 +100,9 @@ WARM = replace(
 FAILING = replace(
     COLD, counts={"sources.peers_gone": 1, "sources.lies": 1, "sources.resumed": 2, "decisions": 9}
 )
-MIXED = Made(
-    ((0.0, 6, 3),),
-    lives=(life("prefill", worker_class="a100-tp4"), life("decode", worker_class="h100-tp4")),
-)
+CHEAP = tuple(life("prefill", worker_class="a100-tp4") for _ in range(4))
+FAST = life("prefill", 700.0, released_s=900.0)
+MIXED = Made(((0.0, 6, 3),), lives=(*CHEAP, FAST, life("decode")))
 OLD = tuple(replace(x, drain_s=600.0, released_s=620.0) for x in FLEET)
 NEW = (life("prefill", 430.0), life("decode", 430.0))
 ROLLED = Made(((0.0, 3, 5),), lives=(*OLD, *NEW), late=((420.0, 460.0),))
@@ -233,8 +232,15 @@ CASES: dict[str, tuple[Made, dict[str, Made]]] = {
     "mixed-hardware": (
         MIXED,
         {
-            "another class": replace(MIXED, lives=(life("prefill", worker_class="h100-tp4"),)),
-            "not sized": replace(MIXED, targets=((0.0, 2, 3),)),
+            "5 A100s were held": replace(MIXED, lives=(*MIXED.lives, CHEAP[0])),
+            "grew by no H100": replace(MIXED, lives=(*CHEAP, life("decode"))),
+            "while A100s were to be had": replace(MIXED, lives=(*CHEAP[1:], FAST, life("decode"))),
+            "more than one H100 for two": replace(
+                MIXED, lives=(*MIXED.lives, *(life("prefill") for _ in range(2)))
+            ),
+            "D took A100s": replace(
+                MIXED, lives=(*MIXED.lives, life("decode", worker_class="a100-tp4"))
+            ),
             "93%": replace(MIXED, late=((500.0, 800.0),)),
         },
     ),
