@@ -9,7 +9,7 @@ pool has and may start. Guard goes on counting workers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.profile import ClassProfile
@@ -65,15 +65,18 @@ class Choice:
     Attributes:
         starts: the next ones in their order. more: whatever is started beyond them.
         gives: "class/mode" of those that go, in their order; empty for any.
+        why: of a class, in words; only said of what is started.
     """
 
     starts: tuple[Pick, ...]
     more: Pick
     gives: tuple[str, ...] = ()
+    why: Callable[[str], str] = lambda _name: ""
 
     def picks(self, count: int) -> tuple[Pick, ...]:
-        """So many starts."""
-        return (*self.starts[:count], *(self.more for _ in range(count - len(self.starts))))
+        """So many starts, each with its reason."""
+        found = (*self.starts[:count], *(self.more for _ in range(count - len(self.starts))))
+        return tuple(replace(pick, why=self.why(pick.worker_class)) for pick in found)
 
 
 def plain(plan: Plan, name: str) -> Choice:
@@ -218,8 +221,7 @@ class _Market:
         self._kinds = Counter(f"{m.worker_class}/{m.mode}" for m in own)
         self.modes = {c.worker_class: self._mode(c) for c in classes_of(self._mine)}
         self.offers = _not_dear([self._offer(c) for c in classes_of(self._mine)])
-        self._picks: dict[str, Pick] = {}
-        self.choice = Choice((), self._more())
+        self.choice = Choice((), self._more(), why=self._why)
 
     def translated(self, proposal: Proposal | None, said: list[Reason]) -> Proposal | None:
         """Targets in whole workers; sets what is started and given up for them."""
@@ -247,7 +249,8 @@ class _Market:
             count = live - down.count
         keep = max(count, live - self._gives(self._live - kept, limits.low).count)
         self._explain(found, wanted, said)
-        picks = tuple(self._pick(name) for name in found.classes())
+        of = {name: self._pick(name) for name, _count in found.counts}
+        picks = tuple(of[name] for name in found.classes())
         self.choice = replace(self.choice, starts=picks, gives=down.classes())
         now = min(count, self._covering(at_once, picks))
         if is_p:
@@ -346,20 +349,17 @@ class _Market:
     # ------------------------------------------------------------------ words
 
     def _pick(self, name: str) -> Pick:
-        if name not in self._picks:
-            self._picks[name] = self._explained(name)
-        return self._picks[name]
-
-    def _explained(self, name: str) -> Pick:
         mode = self.modes.get(name)
-        if mode is None:
-            return Pick(name, plain(self._plan, self._pool.name).more.mode)
+        usual = plain(self._plan, self._pool.name).more.mode
+        return Pick(name, usual if mode is None else mode.mode)
+
+    def _why(self, name: str) -> str:
         parts = []
         if len(self.offers) > 1:
             parts.append(f"{name} {'; '.join(self._priced(o) for o in self.offers)}")
-        if self._plan.start_mode == AUTO:
-            parts.append(f"{mode.mode} {mode.why}")
-        return Pick(name, mode.mode, "; ".join(parts))
+        if self._plan.start_mode == AUTO and name in self.modes:
+            parts.append(f"{self.modes[name].mode} {self.modes[name].why}")
+        return "; ".join(parts)
 
     def _priced(self, offer: Offer) -> str:
         if offer.rate <= 0:

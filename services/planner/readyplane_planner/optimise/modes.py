@@ -34,13 +34,34 @@ class ModeOffer:
 
 @dataclass(frozen=True, slots=True)
 class ModeChoice:
-    """The mode, its expected cost per worker's worth of work, and what it was weighed against."""
+    """The mode, and the offers with their expected costs per worker's worth of work, cheapest first.
 
-    mode: str
-    ready_s: float
-    slow: float
-    cost: float
-    why: str
+    Attributes:
+        price_per_s, life_s: that the costs were worked out with. others: that could not be had.
+    """
+
+    ranked: tuple[tuple[float, ModeOffer], ...]
+    price_per_s: float
+    life_s: float
+    others: tuple[ModeOffer, ...] = ()
+
+    @property
+    def mode(self) -> str:
+        """Of the cheapest."""
+        return self.ranked[0][1].mode
+
+    @property
+    def ready_s(self) -> float:
+        """Median seconds until it serves."""
+        return self.ranked[0][1].ready_s
+
+    @property
+    def why(self) -> str:
+        """What was weighed against what, in words."""
+        price = self.price_per_s or 1.0
+        parts = [_said(offer, cost / price) for cost, offer in self.ranked]
+        parts += [f"{o.mode}: {o.why_not}" for o in self.others]
+        return f"for {self.life_s:,.0f} s of serving, in worker-seconds: {'; '.join(parts)}"
 
 
 def choose_mode(
@@ -69,12 +90,9 @@ def choose_mode(
         )
 
     had = [o for o in offers if not o.why_not] or list(offers[:1])
-    ranked = sorted(had, key=lambda o: (cost_of(o), MODES.index(o.mode)))
-    best = ranked[0]
-    parts = [_said(o, cost_of(o) / price_per_s if price_per_s > 0 else 0.0) for o in ranked]
-    parts += [f"{o.mode}: {o.why_not}" for o in offers if o.why_not]
-    why = f"for {life_s:,.0f} s of serving, in worker-seconds: {'; '.join(parts)}"
-    return ModeChoice(best.mode, best.ready_s, best.slow, cost_of(best), why)
+    costs = sorted(((cost_of(o), MODES.index(o.mode), o) for o in had), key=lambda c: c[:2])
+    ranked = tuple((cost, offer) for cost, _place, offer in costs)
+    return ModeChoice(ranked, price_per_s, life_s, tuple(o for o in offers if o not in had))
 
 
 def _said(offer: ModeOffer, cost: float) -> str:
