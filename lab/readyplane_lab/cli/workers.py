@@ -47,7 +47,17 @@ WAIT_MORE_S = 30.0
 STARTING = ("ordered", "provisioned")
 ROW = (
     *("worker_id", "incarnation", "role", "state", "model", "worker_class", "node", "generation"),
-    *("epoch", "mode", "tier", "attached", "convertible", "engine_url", "active", "kv_usage"),
+    *(
+        "epoch",
+        "mode",
+        "tier",
+        "attached",
+        "convertible",
+        "told",
+        "engine_url",
+        "active",
+        "kv_usage",
+    ),
 )
 SAME = ("worker_class", "node", "generation", "mode", "tier")
 
@@ -69,6 +79,7 @@ def workers(
     T_ready is from order to routable; `longest` is the segment with the largest share of it.
     A start that is under way shows the segment it waits in.
     `decode+prefill` is a decode worker that also takes prompts, in short chunks.
+    What a worker was told and has not done yet (activate, flip) stands behind its state.
     The decision is shown by its end, which `readyplane explain` takes.
     """
     where = find("router", router=router, planner=planner)
@@ -159,6 +170,7 @@ def worker_row(worker: Worker) -> dict[str, Any]:
             },
             "role": str(offer.counts_as),
             "convertible": offer.convertible,
+            "told": worker.told,
             "state": str(worker.state),
             "mode": str(offer.mode),
             "tier": str(worker.serving.tier) if worker.serving is not None else None,
@@ -240,7 +252,7 @@ def _cells(row: Mapping[str, Any], differing: Sequence[str]) -> list[str]:
     return [
         row["worker_id"],
         row["role"] + ("+prefill" if row["convertible"] else ""),
-        f"[{colour}]{row['state']}[/{colour}]",
+        f"[{colour}]{row['state']}[/{colour}]" + (f" ({row['told']})" if row["told"] else ""),
         *(str(row[key] if row[key] is not None else output.NOT_KNOWN) for key in differing),
         str(row["epoch"] or output.NOT_KNOWN),
         output.number(row["active"]),
