@@ -77,12 +77,12 @@ def decide(
     seen = outlook.predict(observation, plan, model, pools)
     said: list[Reason] = _facts(observation, plan, pools, memory)
     proposal, memory = _propose(observation, plan, memory, model, pools, seen, optimiser, said)
-    proposal, memory = late.lifted(proposal, observation, plan, memory, pools[0], said, now_s=now_s)
     counts = judging.counts(observation, plan, memory, model, pools, seen)
     proposal, choices, mixed = mixing.choose(
         proposal, observation, plan, memory, pools, counts, now_s=now_s
     )
     said.extend(mixed)
+    proposal, memory = late.lifted(proposal, observation, plan, memory, pools[0], said, now_s=now_s)
     cares, memory = stances.look(observation, plan, memory, pools, model, seen, said, now_s=now_s)
     verdicts, memory = judging.judge(
         observation, plan, memory, pools, counts, limits, proposal, cares, said, now_s=now_s
