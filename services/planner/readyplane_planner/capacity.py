@@ -26,6 +26,10 @@ CORRECTION_TAU_S = 120.0
 KV_FILL_MAX = 0.9
 """Share of the KV pool that is planned for: the rest absorbs long answers and fragmentation."""
 STEPS = 8
+LENGTH_NODES = ((-1.7320508, 1 / 6), (0.0, 2 / 3), (1.7320508, 1 / 6))
+"""Three points that stand for a normal distribution: deviations and their weights."""
+OUTPUT_CV2 = 0.6
+"""Squared spread of outputs, of which only means are told."""
 _SQRT_2 = math.sqrt(2.0)
 _SQRT_2_PI = math.sqrt(2.0 * math.pi)
 
@@ -79,12 +83,16 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """One P worker: tokens/s, seconds of a mean prompt, spread, and what every request pays."""
+    """One P worker: tokens/s, seconds of a mean prompt, spread, and what every request pays.
+
+    `dispersion`: how much more arriving work varies than if requests came one by one, by chance.
+    """
 
     rate: float
     own_s: float
     cv2: float = 1.0
     overhead_s: float = 0.0
+    dispersion: float = 1.0
 
     @property
     def tokens(self) -> float:
@@ -196,20 +204,37 @@ def prefill_model(
     factor: float,
     overhead_s: float,
 ) -> PrefillModel:
-    """Rates for the prompts as they are now; a cached prefix still costs its attention."""
+    """Rates for the prompts as they are now; a cached prefix still costs its attention.
+
+    The mean over their lengths, taken for lognormal: short prompts pay a pass each, and long ones
+    their attention, so that a prompt of the mean length is quicker than the mean prompt.
+    """
+    uncached = max(1.0, uncached)
     cached = max(0.0, isl - uncached)
-    own_s = profile.prefill_s(max(1.0, uncached), cached) / factor
+    deviation = math.sqrt(math.log1p(max(0.0, cv2)))
+    own_s = 0.0
+    for z, weight in LENGTH_NODES:
+        times = math.exp(z * deviation - deviation * deviation / 2.0)
+        own_s += weight * profile.prefill_s(max(1.0, uncached * times), cached * times)
+    own_s /= factor
     return PrefillModel(max(1.0, uncached) / own_s, own_s, cv2, overhead_s)
 
 
-def decode_model(profile: ClassProfile, *, isl: float, osl: float, factor: float) -> DecodeModel:
-    """Iteration costs at the mean context: the whole prompt and half of the answer."""
+def decode_model(
+    profile: ClassProfile, *, isl: float, osl: float, factor: float, held: float = 0.0
+) -> DecodeModel:
+    """Iteration costs at the mean context: the whole prompt and half of the answer it is at.
+
+    `held`: KV tokens a running sequence holds, as measured, 0 where it is not known: a few very long
+    answers hold more than means tell.
+    """
     a, b, c = profile.decode_coefficients_s()
     return DecodeModel(
         base_s=a / factor,
         per_sequence_s=b / factor,
         per_kv_token_s=c / factor,
-        context=max(1.0, isl + osl / 2.0),
+        # Who runs now is likelier a long answer than a short one.
+        context=max(1.0, isl + osl * (1.0 + OUTPUT_CV2) / 2.0, held),
         osl=max(1.0, osl),
         kv_tokens=float(profile.kv_capacity_tokens),
         sequences_max=float(profile.max_num_seqs),

@@ -56,6 +56,7 @@ class SloPolicy(_Strict):
     ttft_s: Positive = 2.0
     tpot_s: Positive = 0.1
     quantile: float = Field(default=0.9, ge=0.5, le=0.999)
+    risk: float = Field(default=0.008, ge=0.0001, le=0.5)
 
 
 class PoolPolicy(_Strict):
@@ -351,6 +352,7 @@ def make_plan(
         ttft_s=policy.slo.ttft_s,
         tpot_s=policy.slo.tpot_s,
         slo_quantile=policy.slo.quantile,
+        risk=policy.slo.risk,
         tick_s=policy.tick_s,
         headroom=policy.headroom,
         band=policy.down.band,

@@ -8,6 +8,7 @@ makes a booking binding in the store, or has it undone.
 from __future__ import annotations
 
 import asyncio
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
@@ -29,18 +30,28 @@ from readyplane_router.signals import (
     Window,
 )
 from readyplane_router.store import ALL_SIDES
+from readyplane_router.triage import Job, too_late
 
 RETRY_AFTER_MAX_S = 30.0
+TRIAGE_EVERY_S = 0.05
+TRIAGE_TOKENS = 1024.0
+TRIAGE_MARGIN = 0.05
+"""Share of the TTFT target that hand-over and the first iteration of D may take."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request at the desk. `rank` orders the queue: priority, then deadline, then arrival."""
+    """A request at the desk.
+
+    Attributes:
+        rank: orders the queue: priority, then whether it can be in time, deadline, arrival.
+        work_s: of its prefill where most of it is cached; None before that was looked up.
+    """
 
     reservation_id: str
     shape: RequestShape
     slo: Slo
-    rank: tuple[int, float, int]
+    rank: tuple[int, bool, float, int]
     arrived_s: float
     regime_since_s: float
     granted: asyncio.Future[Held]
@@ -49,6 +60,7 @@ class Waiting:
     hashes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     looked_up: tuple[float, dict[str, int]] | None = None
     answer: asyncio.Future[Pair] | None = None
+    work_s: float | None = None
     queued: bool = False
     refused: bool = False
 
@@ -77,6 +89,8 @@ class Desk(Bookings):
         self.generations = Generations()
         self.take_conflicts = 0
         self.expired = 0
+        self.stepped_back = 0
+        self._triage_s = -math.inf
         self._arrivals = 0
         self._looked_at: tuple[tuple[str, str], ...] = ()  # the fleet that left somebody waiting
 
@@ -94,7 +108,7 @@ class Desk(Bookings):
         """A request that has just arrived."""
         self._arrivals += 1
         slo = shape.slo or self.policy.pair.slo
-        rank = (-shape.priority, now_s + slo.ttft_s, self._arrivals)
+        rank = (-shape.priority, False, now_s + slo.ttft_s, self._arrivals)
         return Waiting(reservation_id, shape, slo, rank, now_s, now_s, granted, avoid=avoid)
 
     def enqueue(self, entry: Waiting) -> None:
@@ -122,6 +136,7 @@ class Desk(Bookings):
                 least, Overloaded("more important requests filled the queue", self.retry_after_s())
             )
         insort(self.queue, entry)
+        self._triage_s = -math.inf
         entry.queued = True
         self.queued_tokens += entry.shape.isl
 
@@ -140,6 +155,7 @@ class Desk(Bookings):
         """
         again_s: float | None = None
         stuck: list[Waiting] = []
+        self._triage(now_s)
         full_s = self._full_for_s(now_s)
         while len(stuck) <= self.policy.look_past_max and len(self.queue) > len(stuck):
             entry = self.queue[len(stuck)]  # those before it are stuck
@@ -159,6 +175,50 @@ class Desk(Bookings):
                 break
         self._looked_at = self._fleet() if stuck else ()
         return again_s
+
+    def _triage(self, now_s: float) -> None:
+        """Who cannot be in time, or keeps more of the others from it, steps back (see `triage`)."""
+        queue = self.queue
+        if now_s - self._triage_s < TRIAGE_EVERY_S or not queue:
+            return
+        self._triage_s = now_s
+        speeds, busy_s = [], 0.0
+        for seat in self.prefills:
+            if not seat.shut:
+                speeds.append(seat.times.prefill_s(TRIAGE_TOKENS) * seat.prefill_factor)
+                busy_s += seat.remaining_s(now_s)
+        if not speeds:
+            return  # nobody is late for a pool that is empty: it waits for a worker
+        quickest = min(speeds)
+        hopeful = [entry for entry in queue if not entry.rank[1]]
+        jobs = [
+            Job(
+                entry.shape.priority,
+                self._work_s(entry, now_s),
+                entry.rank[2] - now_s - TRIAGE_MARGIN * entry.slo.ttft_s,
+            )
+            for entry in hopeful
+        ]
+        workers = sum(quickest / speed for speed in speeds)
+        for place in too_late(jobs, workers=workers, busy_s=busy_s / len(speeds)):
+            entry = hopeful[place]
+            queue.remove(entry)
+            entry.rank = (entry.rank[0], True, *entry.rank[2:])
+            insort(queue, entry)
+            self.stepped_back += 1
+
+    def _work_s(self, entry: Waiting, now_s: float) -> float:
+        """Its prefill on the quickest open worker, where most of it is cached."""
+        if entry.work_s is None:
+            cached = self.cached(entry, now_s=now_s)
+            isl = entry.shape.isl
+            entry.work_s = min(
+                seat.times.prefill_s(isl - held, held) * seat.prefill_factor
+                for seat in self.prefills
+                if not seat.shut
+                for held in (min(cached.get(seat.key, 0), isl - 1),)
+            )
+        return entry.work_s
 
     def _fleet(self) -> tuple[tuple[str, str], ...]:
         """What decides, besides load, whether a request waits or is refused: seats, open or shut."""

@@ -32,6 +32,7 @@ class Rows:
         self, arrivals: Arrivals, prefill: ClassProfile, link: LinkClass, router: RouterPolicy
     ) -> None:
         self.arrivals = arrivals
+        self._slo = router.pair.slo
         self.at: list[float] = arrivals.at_s.tolist()
         self.isl: list[float] = arrivals.isl.tolist()
         self.osl: list[float] = arrivals.osl.tolist()
@@ -81,6 +82,8 @@ class Rows:
         self._tpot[row] = tpot_s
         self.outcomes["finished"] += weight
         self.totals.finished += weight
+        if tpot_s > self._slo.tpot_s or self._ttft[row] > self._slo.ttft_s:
+            self.totals.missed += weight
         self.lengths.add(self.isl[row], osl, weight)
         self.windows["tpot_actual"].add(at_s, tpot_s, weight)
         return True
@@ -89,6 +92,7 @@ class Rows:
         """It ends without what it asked for."""
         self._ttft[row] = self._tpot[row] = NEVER
         self.outcomes[outcome] += self.weight[row]
+        self.totals.missed += self.weight[row]
 
     def again(self, row: int, now_s: float) -> None:
         """It begins anew."""

@@ -34,6 +34,7 @@ class Totals:
     tokens: float = 0.0
     uncached: float = 0.0
     finished: float = 0.0
+    missed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class View:
             prompt_work=rate("tokens", "tokens/s"),
             prefill_work=rate("uncached", "tokens/s"),
             finished=rate("finished", "requests/s"),
+            missed=rate("missed", "requests/s"),
             generated=_signal(made, "tokens/s"),
             queue=_signal(now.queued_tokens + now.prefilling_tokens, "tokens"),
             in_flight=_signal(now.queued + now.prefilling + now.decoding, "requests"),
@@ -277,6 +279,7 @@ def stuck(last: Observation, now: Observation) -> Observation:
         prompt_work=still(last.prompt_work),
         prefill_work=still(last.prefill_work),
         finished=still(last.finished),
+        missed=still(last.missed),
         allocations=now.allocations,
         refused=now.refused,
         t_ready=now.t_ready,

@@ -224,12 +224,14 @@ def _propose(
             model.work_p.upper,
             model.lasting_p,
             backlog=observation.queue.get(),
+            spread=model.spread_p,
         ),
         demand_d=Demand(
             model.work_d.level,
             model.work_d.upper,
             model.lasting_d,
             sequences=seen.sequences,
+            spread=model.spread_d,
         ),
         supply_p=seen.supply_p,
         supply_d=seen.supply_d,
@@ -243,6 +245,7 @@ def _propose(
         headroom=plan.headroom,
         band=plan.band,
         quantile=plan.slo_quantile,
+        risk=model.risk,
         # Classes differ in their GPUs: what a mix of them takes is bounded where it is chosen.
         budget_gpus=None if plan.prefill.classes or plan.decode.classes else plan.budget_gpus,
     )

@@ -15,7 +15,7 @@ from readyplane.core.profile import ClassProfile
 from readyplane_planner import capacity, forecast
 from readyplane_planner.capacity import Correction, DecodeModel, PrefillModel
 from readyplane_planner.decide.pools import Pool
-from readyplane_planner.decide.values import Averages, Memory, Plan
+from readyplane_planner.decide.values import Averages, Budget, Memory, Plan, Unevenness
 from readyplane_planner.forecast import Forecast, Series
 from readyplane_planner.signals import Observation, Signal
 
@@ -33,7 +33,20 @@ KV_SATURATED = 0.95
 """Share of its KV pool in use from which on a D worker preempts and computes prompts again inside
 its iterations: what it takes then tells of its load and not of its speed."""
 REQUESTS_FEW = 5.0
+NODES = ((0.1, 0.2), (0.3, 0.2), (0.5, 0.2), (0.7, 0.2), (0.88, 0.14), (0.97, 0.06))
+"""Quantiles that stand for all that demand may be, and what each weighs."""
+PEAK_MEAN, PEAK_SPREAD = 1.35, 0.6
+"""The largest of some seven windows of a horizon is so many deviations above a window's mean, and
+varies by so many: what chance alone makes of an even load."""
 PRIOR_REQUESTS = 10.0
+SEQUENCES_FEW = 10.0
+UNEVEN_TAU_S = 900.0
+UNEVEN_SPAN_S, UNEVEN_MAX = 10.0, 12.0
+BUDGET_TAU_S = 3600.0
+BUDGET_PRIOR_S = 600.0
+"""So much of the present traffic is pretended to have missed as often as it may."""
+RISK_GAIN, RISK_RANGE = 3.0, (0.25, 4.0)
+"""How risk answers to a budget that is spent (1) or not touched (0), and by what factor at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,9 @@ class Needs:
     lasting_d: float
     uncached: float
     osl: float
+    spread_p: tuple[tuple[float, float], ...] = ()
+    spread_d: tuple[tuple[float, float], ...] = ()
+    risk: float = 0.01
 
 
 def needs(
@@ -66,6 +82,7 @@ def needs(
     knobs, t_ready = plan.knobs, observation.t_ready
     serving = len(pools[1].ready) + len(pools[1].draining)
     averages = _averages(observation, plan, memory, serving)
+    budget = _budget(observation, memory.budget)
     osl = mean_output(observation, averages)
     arrivals = observation.arrivals
     decode = replace(arrivals, value=None if arrivals.value is None else arrivals.value * osl)
@@ -88,9 +105,15 @@ def needs(
         overhead_s=plan.overhead_s,
     )
     model_d = capacity.decode_model(
-        plan.decode.profile, isl=isl, osl=osl, factor=memory.correct_d.factor
+        plan.decode.profile,
+        isl=isl,
+        osl=osl,
+        factor=memory.correct_d.factor,
+        held=_held_each(observation),
     )
     model_d = _holding(model_d, plan.decode.profile, pools[1])
+    uneven = _uneven(memory.uneven, observation, series_p, uncached * (1.0 + cv2))
+    model_p = replace(model_p, dispersion=_dispersion(uneven))
     work_p = surged(work_p, series_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S)
     # Answers begin after their prompts and last: D has the time to see the longer span.
     work_d = surged(work_d, series_d, tokens=osl, cv2=0.0, spans_s=SURGE_SPANS_S[1:])
@@ -105,17 +128,34 @@ def needs(
         uncached,
         osl,
     )
+    arriving_d = work_d.level * knobs.window_s / osl
+    needs_now = replace(
+        needs_now,
+        spread_p=spread(series_p, work_p, plan, arriving=arriving, cv2=cv2),
+        spread_d=spread(series_d, work_d, plan, arriving=arriving_d, cv2=0.0),
+        risk=risk_of(budget, plan.risk, arrivals=observation.arrivals.get()),
+    )
     correct_p, correct_d = _corrected(observation, plan, memory, pools, model_p)
     memory = replace(
         memory,
         work_p=series_p,
         work_d=series_d,
         averages=averages,
+        budget=budget,
+        uneven=uneven,
         correct_p=correct_p,
         correct_d=correct_d,
         bad_samples=memory.bad_samples + len(observation.bad),
     )
     return needs_now, memory
+
+
+def _held_each(observation: Observation) -> float:
+    """KV tokens that a running sequence holds on average; 0 while few run or it is not known."""
+    sequences = observation.decoding.get()
+    if sequences < SEQUENCES_FEW or not observation.kv.known:
+        return 0.0
+    return observation.kv.get() / sequences
 
 
 def _holding(model: DecodeModel, profile: ClassProfile, pool: Pool) -> DecodeModel:
@@ -148,6 +188,58 @@ def _averages(observation: Observation, plan: Plan, memory: Memory, serving: int
             averages.generated * fade + made * dt_s,
         )
     return averages
+
+
+def _uneven(
+    before: Unevenness, observation: Observation, series: Series, each: float
+) -> Unevenness:
+    """With the last tick: its work against the mean of the moments around it.
+
+    `each`: tokens² a token of work that chance adds, the mean prompt with its spread.
+    """
+    dt_s, rate = observation.dt_s, observation.prefill_work
+    if dt_s <= 0 or not rate.known or len(series.recent) < 4:
+        return before
+    mean = forecast.trailing(series, UNEVEN_SPAN_S)
+    if mean <= 0:
+        return before
+    ticks = max(2.0, UNEVEN_SPAN_S / dt_s)
+    fade = math.exp(-dt_s / UNEVEN_TAU_S)
+    # The tick is part of the mean it is held against.
+    seen = (rate.get() - mean) ** 2 * ticks / (ticks - 1.0)
+    return Unevenness(before.seen * fade + seen, before.chance * fade + mean * each / dt_s)
+
+
+def _dispersion(uneven: Unevenness) -> float:
+    """At least 1. Weighted by work: the busy moments are the ones that matter."""
+    if uneven.chance <= 0:
+        return 1.0
+    return min(UNEVEN_MAX, max(1.0, uneven.seen / uneven.chance))
+
+
+def _budget(observation: Observation, before: Budget) -> Budget:
+    """With what arrived and what missed since; while that is not known nothing changes."""
+    dt_s = observation.dt_s
+    if dt_s <= 0 or not (observation.arrivals.known and observation.missed.known):
+        return before
+    fade = math.exp(-dt_s / BUDGET_TAU_S)
+    return Budget(
+        before.arrived * fade + observation.arrivals.get() * dt_s,
+        before.missed * fade + observation.missed.get() * dt_s,
+    )
+
+
+def risk_of(budget: Budget, allowed: float, *, arrivals: float) -> float:
+    """The share of requests to plan to be late, from the share that may be and the one that was.
+
+    Nobody knows which risk of the model comes to which share of misses on this traffic: what was
+    missed tells. A planner that misses less than it may holds more than it must.
+    """
+    prior = max(REQUESTS_FEW, arrivals * BUDGET_PRIOR_S)
+    spent = (budget.missed + allowed * prior) / (budget.arrived + prior)
+    low, high = RISK_RANGE
+    factor = math.exp(RISK_GAIN * (1.0 - spent / allowed))
+    return allowed * min(high, max(low, factor))
 
 
 def _modelled_output(observation: Observation, plan: Plan, memory: Memory, serving: int) -> float:
@@ -198,6 +290,24 @@ def surged(
     if level <= work.level:
         return work
     return replace(work, level=level, upper=max(work.upper, level))
+
+
+def spread(
+    series: Series, work: Forecast, plan: Plan, *, arriving: float, cv2: float
+) -> tuple[tuple[float, float], ...]:
+    """(tokens/s, probability): the largest demand within the horizon, without what is chance.
+
+    `arriving` requests of a window vary by their square root, and their lengths add to it. The
+    largest window of a horizon holds that noise, and so does the waiting line of the sizing.
+    """
+    probabilities = [p for p, _ in NODES]
+    found = forecast.quantiles(series, (work.horizon_s,), probabilities, knobs=plan.knobs)[0]
+    noise = math.sqrt((1.0 + cv2) / arriving) if arriving > 0 else 0.0
+    out = []
+    for (probability, weight), rate in zip(NODES, found, strict=True):
+        chance = PEAK_MEAN + PEAK_SPREAD * NormalDist().inv_cdf(probability)
+        out.append((max(work.level, rate / (1.0 + noise * max(0.0, chance))), weight))
+    return tuple(out)
 
 
 def lasting(work: Forecast, *, arriving: float, cv2: float, plan: Plan) -> float:

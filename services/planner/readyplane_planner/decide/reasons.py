@@ -19,8 +19,6 @@ CODES = {
     "demand": "demand",
     "backlog": "queue",
     "sequences": "sequences",
-    "memory": "memory",
-    "handover": "decode_for_prefill",
     "idle": "demand",
 }
 # What weighs more comes first; what is not listed stands between the rules and the facts.
@@ -182,10 +180,6 @@ class _Teller:
 
     def _needs(self, need: Need) -> str:
         lead = f"{self._short} needs {_number(need.workers)} workers{self._unit}"
-        if need.why == "memory":
-            lead += " for memory"
-        elif need.why == "handover":
-            lead += f" for the {need.excess:,.0f} queued prompt tokens that P works off"
         return f"{lead}: {self._work(need)}; {self._has()}"
 
     def _work(self, need: Need) -> str:
@@ -193,19 +187,11 @@ class _Teller:
         plan, made = self._plan, self._pool.forecast
         quantile = f"P{plan.knobs.quantile * 100:.0f} of the next {made.horizon_s:.1f} s"
         parts = [f"{need.tokens_per_s:,.0f} tokens/s expected ({quantile} + {plan.headroom:.0%})"]
-        if need.why == "handover":
-            parts = [f"{need.tokens_per_s:,.0f} tokens/s while it does"]
+        parts[0] += f", {need.risk:.1%} may be late"
         if self._name == "prefill":
             queue = self._observation.queue.get()
             return f"{parts[0]} + {queue:,.0f} queued, {need.rate:,.0f} tokens/s a worker"
-        if need.why == "memory":
-            held = need.sequences * need.context
-            parts.append(
-                f"{need.sequences:,.0f} sequences of {need.context:,.0f} tokens hold {held:,.0f} in KV"
-            )
-        else:
-            parts.append(f"{need.sequences:,.0f} sequences at once")
-            parts.append(f"{need.rate:,.0f} tokens/s a worker at TPOT {plan.tpot_s:g} s")
+        parts.append(f"{need.rate:,.0f} tokens/s a worker at TPOT {plan.tpot_s:g} s")
         return ", ".join(parts)
 
     def _has(self) -> str:

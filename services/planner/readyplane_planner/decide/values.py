@@ -127,6 +127,7 @@ class Plan:
     fallback_after: int = 10
     hand_hold_s: float = 0.0
     flip: bool = False
+    risk: float = 0.01
     digest: str = ""
 
     def pool(self, name: str) -> PoolPlan:
@@ -222,6 +223,27 @@ class Averages:
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """What the promise has cost so far: requests that arrived, and those of them that missed it.
+
+    Both fade over `demand.BUDGET_TAU_S`, so that what was missed is made up for in time.
+    """
+
+    arrived: float = 0.0
+    missed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unevenness:
+    """Squares of how far the work of single ticks was from that of its moment, and what chance
+    makes of requests that come one by one; both fade over `demand.UNEVEN_TAU_S`.
+    """
+
+    seen: float = 0.0
+    chance: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """Everything that one decision hands to the next.
 
@@ -241,6 +263,8 @@ class Memory:
     work_p: Series = field(default_factory=Series)
     work_d: Series = field(default_factory=Series)
     averages: Averages = Averages()
+    budget: Budget = Budget()
+    uneven: Unevenness = Unevenness()
     correct_p: Correction = field(default_factory=Correction)
     correct_d: Correction = field(default_factory=Correction)
     guard_p: PoolMemory = field(default_factory=PoolMemory)

@@ -11,13 +11,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from statistics import NormalDist
 
 from readyplane_planner import capacity
+from readyplane_planner.optimise import needs
 from readyplane_planner.optimise.values import Bounds, Candidate, Parts, Problem
 
 MISS_PRICE = 20.0
 """A token served too late costs as much as so many times the GPU time that serves it."""
+ROUNDED = 0.03
+"""What the search rounds away of a worker, and a hundredth for its own steps."""
 HORIZONS = 2.0
 """T_ready until what is ordered now serves, and as long again in which it does."""
 
@@ -91,71 +93,65 @@ def _live(supply: capacity.Supply) -> int:
 
 
 def _prefill(problem: Problem, count: int, live: int, horizon_s: float) -> _Share:
-    """P: who waits longer than the TTFT target leaves room for, beyond what its quantile allows.
+    """P: prompts that wait longer than the TTFT target leaves room for, beyond the risk.
 
     It is enough when it is so without those that may be lost (`spare`).
     """
-    model, demand, ready_s = problem.prefill, problem.demand_p, problem.t_ready_p_s
-    gpus = problem.bounds_p.gpus
-    allowed = 1.0 - problem.quantile
-
-    def late(wanted: float, workers: int) -> float:
-        if wanted <= 0 and demand.backlog <= 0:
-            return 0.0
-        if workers <= 0 or model.rate <= 0:
-            return 1.0
-        clear_s = max(problem.catch_up_s, ready_s / 2.0)
-        served = capacity.served_tokens(model.rate, problem.supply_p.steps(ready_s), workers)
-        served += workers * model.rate * clear_s
-        wait_s = max(0.0, problem.ttft_target_s - model.own_s - model.overhead_s)
-        return capacity.late_share(
-            model, demand.backlog, wanted, workers, served, ready_s + clear_s, wait_s
-        )
-
-    missed = max(0.0, late(demand.lasting, count) - allowed) * demand.lasting * horizon_s
-    sure = max(0, count - problem.bounds_p.spare)
-    share = late(demand.lasting * (1.0 + problem.headroom), sure)
-    why_not = ""
-    if share > allowed:
-        why_not = (
-            f"with {sure} P {share:.0%} of the requests would miss TTFT at the planned demand, "
-            f"{allowed:.0%} may"
-        )
+    model, demand = problem.prefill, problem.demand_p
     going_s = model.own_s + model.overhead_s
-    parts = _parts(count, live, gpus, ready_s, going_s, horizon_s, missed, model.rate)
-    return _Share(parts, why_not)
+    return _weighed(
+        problem,
+        needs.late_prompts(problem) if model.rate > 0 else _nobody,
+        needs.raised(demand, 1.0 + problem.headroom, needs.catching_up(problem)),
+        (count, live, problem.bounds_p, "P", "TTFT"),
+        (problem.t_ready_p_s, going_s, horizon_s),
+        model.rate,
+    )
 
 
 def _decode(problem: Problem, count: int, live: int, horizon_s: float) -> _Share:
-    """D: tokens that cannot be made within the TPOT target, and sequences that find no place."""
-    model, demand, ready_s = problem.decode, problem.demand_d, problem.t_ready_d_s
-    target_s = problem.tpot_target_s
+    """D: answers that cannot begin within the TPOT target and the KV, beyond the risk."""
+    model, demand, target_s = problem.decode, problem.demand_d, problem.tpot_target_s
     rate, most = model.rate_at(target_s), model.sequences_at(target_s)
-    residence_s = max(1e-9, model.osl * target_s)
-    fade = math.exp(-ready_s / residence_s)
-
-    def lacking(wanted: float, chance: float, workers: int) -> float:
-        """Share beyond the rate or the places; `chance`: sequences vary by so many deviations."""
-        by_rate = 1.0 - workers * rate / wanted if wanted > 0 else 0.0
-        steady = capacity.steady_sequences(model, wanted, workers)
-        if math.isinf(steady):
-            return max(by_rate, 0.0) or 1.0
-        now = steady + (demand.sequences - steady) * fade
-        held = max(steady + chance * math.sqrt(steady), now)
-        by_place = 1.0 - workers * most / held if held > 0.5 else 0.0
-        return max(0.0, by_rate, by_place)
-
-    missed = lacking(demand.lasting, 0.0, count) * demand.lasting * horizon_s
-    chance = NormalDist().inv_cdf(problem.quantile)
-    sure = max(0, count - problem.bounds_d.spare)
-    share = lacking(demand.lasting * (1.0 + problem.headroom), chance, sure)
-    why_not = ""
-    if share > 1e-9:
-        why_not = f"with {sure} D {share:.0%} of the planned tokens would miss TPOT"
-    parts = _parts(
-        count, live, problem.bounds_d.gpus, ready_s, residence_s, horizon_s, missed, rate
+    late = needs.late_answers(problem) if rate > 0 else _nobody
+    held = needs.staying(problem)
+    return _weighed(
+        problem,
+        lambda n, spread: 1.0 if held > n * most + 1e-9 else late(n, spread),
+        needs.raised(demand, 1.0 + problem.headroom, needs.handed_over(problem)),
+        (count, live, problem.bounds_d, "D", "TPOT"),
+        (problem.t_ready_d_s, max(1e-9, model.osl * target_s), horizon_s),
+        rate,
     )
-    return _Share(parts, why_not)
+
+
+def _nobody(workers: float, spread: needs.Spread) -> float:
+    """Who makes nothing serves nobody."""
+    del workers
+    return 1.0 if any(rate > 0 for rate, _ in spread) else 0.0
+
+
+def _weighed(
+    problem: Problem,
+    late: needs.Late,
+    spread: needs.Spread,
+    pool: tuple[int, int, Bounds, str, str],
+    times_s: tuple[float, float, float],
+    rate: float,
+) -> _Share:
+    """One pool of `count` beside `live`: `times_s` are until ready, until gone, the horizon."""
+    count, live, bounds, name, target = pool
+    mean = sum(tokens * share for tokens, share in spread)
+    missed = max(0.0, late(count, spread) - problem.risk) * mean * times_s[2] if mean > 0 else 0.0
+    sure = max(0, count - bounds.spare)
+    share = late(max(0.0, sure + ROUNDED), spread) if mean > 0 else 0.0
+    why_not = ""
+    if share > problem.risk:
+        why_not = (
+            f"with {sure} {name} {share:.1%} of the requests would miss {target} at the planned "
+            f"demand, {problem.risk:.1%} may"
+        )
+    return _Share(_parts(count, live, bounds.gpus, *times_s, missed, rate), why_not)
 
 
 def _parts(

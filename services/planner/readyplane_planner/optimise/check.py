@@ -38,8 +38,8 @@ def checked(answer: object, problem: Problem) -> Proposal:
     p = _cut("prefill", proposal.p, problem.bounds_p, said)
     d = _cut("decode", proposal.d, problem.bounds_d, said)
     p, d = _paired(problem, p, d, said)
-    need_p, need_d = prefill_need(problem), decode_need(problem, prefill_count=p)
-    p, stranded = absorbed(problem, need_p, p, d, said)
+    need_p, need_d = prefill_need(problem), decode_need(problem)
+    p, stranded = absorbed(problem, p, d, said)
     p, d = within_budget(problem, p, d, said)
     floor_p, floor_d = (
         _in_use(need_p.bare, problem.bounds_p),

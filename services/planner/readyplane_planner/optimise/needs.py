@@ -1,49 +1,124 @@
 """How many workers each pool needs, as real numbers: the sizing that the search rounds up.
 
-P is one queue that all its workers serve: what waits now, the work that comes until ordered workers
-are there, and its random spread must leave the TTFT target its quantile. D must make the tokens at
-the TPOT target and hold the sequences and their KV.
+The fewest with which no more than the risk of all requests are late, over everything that demand
+may be one T_ready ahead. P is one queue that all its workers serve within what the TTFT target
+leaves for waiting; D makes tokens at the TPOT target, and its waiting line is the rest of that.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from statistics import NormalDist
 
-from readyplane_planner import capacity
-from readyplane_planner.optimise.values import Need, Problem
+from readyplane_planner.capacity import OUTPUT_CV2, steady_sequences
+from readyplane_planner.optimise.loss import expected, lost_share, stepped_back
+from readyplane_planner.optimise.values import Demand, Need, Problem
 
 WORKERS_MAX = 4096.0
 STEP = 0.01
 """Needs are found to that share of a worker."""
+SLACK_OF_DECODE = 0.5
+"""Share of the time for waiting that may be spent in front of D."""
+Spread = tuple[tuple[float, float], ...]
+Late = Callable[[float, Spread], float]
+"""(workers, demands with their probabilities) -> share of requests that are late."""
 
 
 def prefill_need(problem: Problem) -> Need:
-    """P workers with which the quantile of the wait is within the target after T_ready.
-
-    A backlog may take `catch_up_s` more to be cleared: workers that only clear a queue are let go
-    again, and are not ordered faster than it pays to start them.
-    """
+    """P workers that compute all but the risk of the prompts in time."""
     model, demand = problem.prefill, problem.demand_p
     wanted = demand.lasting * (1.0 + problem.headroom)
-    if model.rate <= 0:
-        return Need(0.0, 0.0, 0.0, "idle", wanted, 0.0)
-    if wanted <= 0 and demand.backlog <= 0:
-        return Need(0.0, 0.0, 0.0, "idle", 0.0, model.rate)
-    kept = wanted * (1.0 + problem.band)
-    workers = _least(_prefill_fits(problem, wanted, demand.backlog))
-    keep = _least(_prefill_fits(problem, kept, demand.backlog))
-    bare = _least(_prefill_fits(problem, demand.lasting, demand.backlog))
-    excess = excess_tokens(problem)
-    # Without an excess the calm need is the need.
-    calm = (
-        _least(_prefill_fits(problem, wanted, demand.backlog - excess)) if excess > 0 else workers
+    extra = catching_up(problem)
+    if model.rate <= 0 or wanted + extra <= 0:
+        return Need(0.0, 0.0, 0.0, "idle", max(0.0, wanted), max(0.0, model.rate))
+    return _need(problem, late_prompts(problem), demand, model.rate, extra)
+
+
+def decode_need(problem: Problem) -> Need:
+    """D workers that make the tokens at the TPOT target, and hold who runs now and will still."""
+    model, demand = problem.decode, problem.demand_d
+    rate = model.rate_at(problem.tpot_target_s)
+    wanted = demand.lasting * (1.0 + problem.headroom)
+    if rate <= 0 or (wanted <= 0 and demand.sequences <= 0):
+        return Need(0.0, 0.0, 0.0, "idle", max(0.0, wanted), max(0.0, rate))
+    found = _need(problem, late_answers(problem), demand, rate, handed_over(problem))
+    held = staying(problem) / max(1e-9, model.sequences_at(problem.tpot_target_s))
+    if held > found.workers:
+        found = Need(held, max(held, found.keep), held, "sequences", wanted, rate, problem.risk)
+    return found
+
+
+def late_prompts(problem: Problem) -> Late:
+    """Share of the prompts whose wait for P is longer than the TTFT target leaves room for."""
+    model, slack = problem.prefill, slack_s(problem)
+    each = model.tokens * (1.0 + model.cv2)
+
+    def late(workers: float, spread: Spread) -> float:
+        rate = workers * model.rate
+        # A quarter of what is in service keeps nobody waiting: with it, it is Erlang's C.
+        wall = rate * slack + workers * each / 4.0
+
+        def lost(demand: float) -> float:
+            variance = min(rate, 1.25 * demand) * each * model.dispersion
+            work = lost_share(demand, capacity=rate, wall=wall, variance=variance)
+            return stepped_back(work, cv2=model.cv2)
+
+        return expected(spread, lost)
+
+    return late
+
+
+def late_answers(problem: Problem) -> Late:
+    """Share of the answers that D cannot begin in time, within its TPOT target and its KV.
+
+    Its waiting line is what waits in front of it, and the sequences that it may still take beside
+    those that run at this demand: a batch grows before anybody waits.
+    """
+    model = problem.decode
+    rate, most = (
+        model.rate_at(problem.tpot_target_s),
+        model.sequences_at(problem.tpot_target_s),
     )
-    why = "backlog" if excess > 0 and calm < workers - 0.5 else "demand"
-    return Need(
-        workers, max(workers, keep), min(workers, bare), why, wanted, model.rate, excess=excess
-    )
+    slack = SLACK_OF_DECODE * slack_s(problem)
+    each = model.osl * (1.0 + OUTPUT_CV2) * problem.prefill.dispersion
+
+    def late(workers: float, spread: Spread) -> float:
+        capacity, places = workers * rate, workers * most
+
+        def lost(demand: float) -> float:
+            free = max(0.0, places - steady_sequences(model, demand, workers))
+            wall = capacity * slack + free * model.osl
+            variance = min(capacity, 1.25 * demand) * each
+            return lost_share(demand, capacity=capacity, wall=wall, variance=variance)
+
+        return expected(spread, lost)
+
+    return late
+
+
+def staying(problem: Problem) -> float:
+    """Sequences of now that still run when a worker ordered now serves."""
+    residence_s = max(1e-9, problem.decode.osl * problem.tpot_target_s)
+    return problem.demand_d.sequences * math.exp(-problem.t_ready_d_s / residence_s)
+
+
+def catching_up(problem: Problem) -> float:
+    """Prompt tokens/s that clear what waits beyond the target, within a start and its catch-up.
+
+    Who waits in vain is gone before an ordered worker serves; a queue that stands all the same says
+    that more is needed than was forecast.
+    """
+    model, workers = problem.prefill, problem.supply_p.ready or 1
+    room = workers * (model.tokens + model.rate * slack_s(problem) * 0.5)
+    excess = max(0.0, problem.demand_p.backlog - room)
+    within_s = problem.t_ready_p_s + max(problem.catch_up_s, problem.t_ready_p_s / 2.0)
+    return excess / within_s
+
+
+def handed_over(problem: Problem) -> float:
+    """Output tokens/s that follow while P clears its queue."""
+    level = problem.demand_p.level
+    return catching_up(problem) * problem.demand_d.level / level if level > 0 else 0.0
 
 
 def slack_s(problem: Problem) -> float:
@@ -51,102 +126,26 @@ def slack_s(problem: Problem) -> float:
     return max(0.0, problem.ttft_target_s - problem.prefill.own_s - problem.prefill.overhead_s)
 
 
-def excess_tokens(problem: Problem) -> float:
-    """Prompt tokens beyond those in service and those that half of the slack works off."""
-    model, workers = problem.prefill, max(1, problem.supply_p.ready)
-    room = workers * (model.tokens + model.rate * slack_s(problem) * 0.5)
-    return max(0.0, problem.demand_p.backlog - room)
+def raised(demand: Demand, factor: float, extra: float = 0.0) -> Spread:
+    """Every demand that may be, times a factor, and what comes on top."""
+    spread = demand.spread or ((demand.lasting, 1.0),)
+    return tuple((rate * factor + extra, share) for rate, share in spread)
 
 
-def _prefill_fits(problem: Problem, wanted: float, backlog: float) -> Callable[[float], bool]:
-    """Whether so many workers are enough; what does not depend on their number is worked out once."""
-    model, ready_s = problem.prefill, problem.t_ready_p_s
-    clear_s = max(problem.catch_up_s, ready_s / 2.0)
-    within_s, wait_s = ready_s + clear_s, slack_s(problem)
-    steps = problem.supply_p.steps(ready_s)
-    late_max = 1.0 - problem.quantile
+def _need(problem: Problem, late: Late, demand: Demand, rate: float, extra: float) -> Need:
+    """The fewest workers; with the band, for shrinking; and for what is expected alone."""
+    over = 1.0 + problem.headroom
 
-    def fits(workers: float) -> bool:
-        served = capacity.served_tokens(model.rate, steps, workers)
-        served += workers * model.rate * clear_s
-        late = capacity.late_share(model, backlog, wanted, workers, served, within_s, wait_s)
-        return late <= late_max
+    def least(spread: Spread) -> float:
+        return _least(lambda workers: late(workers, spread) <= problem.risk)
 
-    return fits
-
-
-def decode_need(problem: Problem, *, prefill_count: int) -> Need:
-    """D workers that keep TPOT and hold what runs and what P will hand over."""
-    model, demand = problem.decode, problem.demand_d
-    rate = model.rate_at(problem.tpot_target_s)
-    own = demand.lasting * (1.0 + problem.headroom)
-    handed = _handed_over(problem, prefill_count)
-    wanted = max(own, handed)
-    if rate <= 0:
-        return Need(0.0, 0.0, 0.0, "idle", wanted, 0.0)
-    if wanted <= 0 and demand.sequences <= 0:
-        return Need(0.0, 0.0, 0.0, "idle", 0.0, rate)
-    kept = max(own * (1.0 + problem.band), handed)
-    pool = _DecodePool(problem)
-    workers = _least(lambda n: not pool.lacks(n, wanted))
-    keep = _least(lambda n: not pool.lacks(n, kept))
-    bare = _least(lambda n: not pool.lacks(n, max(demand.lasting, handed)))
-    why = pool.lacks(max(STEP, workers - 2 * STEP), wanted) or "demand"
-    if handed > own and why in {"demand", "sequences"}:
-        why = "handover"
-    return Need(
-        workers,
-        max(workers, keep),
-        min(workers, bare),
-        why,
-        wanted,
-        rate,
-        excess=excess_tokens(problem),
-        sequences=pool.held(workers, wanted),
-        context=model.context,
-    )
-
-
-class _DecodePool:
-    """What any number of D workers can do; what does not depend on it is worked out once."""
-
-    def __init__(self, problem: Problem) -> None:
-        model, target_s = problem.decode, problem.tpot_target_s
-        self._model = model
-        self._now = problem.demand_d.sequences
-        # Sequences that are there now fade out over their residence while new ones come in.
-        residence_s = max(1e-9, model.osl * target_s)
-        self._fade = math.exp(-problem.t_ready_d_s / residence_s)
-        self._chance = NormalDist().inv_cdf(problem.quantile)
-        self._kv_tokens = capacity.KV_FILL_MAX * model.kv_tokens
-        self._rate, self._most = model.rate_at(target_s), model.sequences_at(target_s)
-
-    def lacks(self, workers: float, wanted: float) -> str:
-        """What so many workers cannot do; empty when they can do all."""
-        held = self.held(workers, wanted)
-        if held * self._model.context > self._kv_tokens * workers:
-            return "memory"
-        if wanted > workers * self._rate:
-            return "demand"
-        return "sequences" if held > workers * self._most else ""
-
-    def held(self, workers: float, wanted: float) -> float:
-        """Sequences at once: the quantile of their number, and those of now as far as they last."""
-        steady = capacity.steady_sequences(self._model, wanted, workers)
-        if math.isinf(steady):
-            return steady
-        return max(
-            steady + self._chance * math.sqrt(steady), steady + (self._now - steady) * self._fade
-        )
-
-
-def _handed_over(problem: Problem, prefill_count: int) -> float:
-    """Output tokens/s that follow while P clears a backlog at full rate; 0 without one."""
-    excess, level = excess_tokens(problem), problem.demand_p.level
-    if excess <= 0 or level <= 0:
-        return 0.0
-    served = min(prefill_count * problem.prefill.rate, level + excess / problem.catch_up_s)
-    return problem.demand_d.level * served / level
+    workers = least(raised(demand, over, extra))
+    keep = least(raised(demand, over * (1.0 + problem.band), extra))
+    bare = least(((min(demand.level, demand.lasting) + extra, 1.0),))
+    planned = demand.lasting * over + extra
+    calm = least(raised(demand, over)) if extra > 0 else workers
+    why = "backlog" if calm < workers - 0.5 else "demand"
+    return Need(workers, max(workers, keep), min(workers, bare), why, planned, rate, problem.risk)
 
 
 def _least(fits: Callable[[float], bool]) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from readyplane_planner.optimise.needs import decode_need, prefill_need
-from readyplane_planner.optimise.values import Bounds, Need, Problem, Proposal
+from readyplane_planner.optimise.needs import catching_up, decode_need, prefill_need
+from readyplane_planner.optimise.values import Bounds, Problem, Proposal
 
 Said = list[tuple[str, str, str]]
 ROUND = 0.02
@@ -19,11 +19,11 @@ def size(problem: Problem) -> Proposal:
     problem, infeasible = reachable(problem, said)
     need_p = prefill_need(problem)
     p = _whole(need_p.workers, problem.bounds_p, "prefill", said)
-    need_d = decode_need(problem, prefill_count=p)
+    need_d = decode_need(problem)
     d = _whole(need_d.workers, problem.bounds_d, "decode", said)
     p_keep = max(p, _whole(need_p.keep, problem.bounds_p))
     d_keep = max(d, _whole(need_d.keep, problem.bounds_d))
-    p, stranded = absorbed(problem, need_p, p, d, said)
+    p, stranded = absorbed(problem, p, d, said)
     p, d = within_budget(problem, p, d, said)
     return Proposal(
         p,
@@ -91,7 +91,7 @@ def _out_of_reach(name: str, target_s: float, best_s: float, used_s: float) -> s
     )
 
 
-def absorbed(problem: Problem, need: Need, p: int, d: int, said: Said) -> tuple[int, int]:
+def absorbed(problem: Problem, p: int, d: int, said: Said) -> tuple[int, int]:
     """Cut P to what D at its own limit can take; what is cut would only have been stranded."""
     demand_p, demand_d = problem.demand_p.lasting, problem.demand_d.lasting
     if d < problem.bounds_d.high or demand_p <= 0 or demand_d <= 0 or p <= problem.bounds_p.low:
@@ -100,9 +100,9 @@ def absorbed(problem: Problem, need: Need, p: int, d: int, said: Said) -> tuple[
     useful = demand_p * most / demand_d
     if problem.prefill.rate <= 0 or useful >= demand_p * (1.0 + problem.headroom):
         return p, 0
-    backlog = need.excess / problem.catch_up_s
+    extra = catching_up(problem)
     for n in range(max(1, problem.bounds_p.low), p):
-        if n * problem.prefill.rate >= (useful + backlog) * (1.0 + problem.headroom):
+        if n * problem.prefill.rate >= (useful + extra) * (1.0 + problem.headroom):
             text = f"{p - n} more P workers would be stranded: {d} D workers absorb no more"
             said.append(("prefill_capped_by_decode", text, "prefill"))
             return n, p - n

@@ -16,6 +16,8 @@ class Demand:
         upper: largest rate of a short window. sustained: the part of it that lasts, None for all:
             the rest is noise of single arrivals, which the queue of the model already holds.
         backlog: prompt tokens waiting (P). sequences: running now (D).
+        spread: (tokens/s, probability) of what has to be served all the time over the horizon;
+            empty where `lasting` is all that is known.
     """
 
     level: float
@@ -23,6 +25,7 @@ class Demand:
     sustained: float | None = None
     backlog: float = 0.0
     sequences: float = 0.0
+    spread: tuple[tuple[float, float], ...] = ()
 
     @property
     def lasting(self) -> float:
@@ -51,7 +54,7 @@ class Problem:
         t_ready_s: per pool, until a worker ordered now serves. catch_up_s: a backlog is cleared
             within that time once the capacity is there. headroom: demand is raised by that share.
         band: further share that must fit before anything shrinks (hysteresis).
-        quantile: of TTFT. budget_gpus: of both pools.
+        quantile: of TTFT. risk: share of requests that may be late. budget_gpus: of both pools.
     """
 
     prefill: PrefillModel
@@ -70,6 +73,7 @@ class Problem:
     headroom: float = 0.1
     band: float = 0.2
     quantile: float = 0.9
+    risk: float = 0.01
     budget_gpus: int | None = None
 
 
@@ -80,10 +84,8 @@ class Need:
     Attributes:
         workers: enough, and a little fewer are not. keep: likewise with the band, for shrinking;
             bare: likewise without the headroom.
-        why: `demand`, `backlog`, `sequences`, `memory`, `handover` or `idle`.
+        why: `demand`, `backlog`, `sequences` or `idle`. risk: share of requests planned to be late.
         tokens_per_s: planned for, headroom included. rate: tokens/s of one worker.
-        excess: prompt tokens that wait beyond what the target leaves room for.
-        sequences: at once in the pool, planned for. context: tokens each holds.
     """
 
     workers: float
@@ -92,9 +94,7 @@ class Need:
     why: str
     tokens_per_s: float
     rate: float
-    excess: float = 0.0
-    sequences: float = 0.0
-    context: float = 0.0
+    risk: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,7 @@ def observe(
         taken_s=now_s,
         **signals,
         lengths=lengths,
+        missed=_signal(kind, samples.missed(previous, current, dt_s), "requests/s", age_s, why),
         latency={**latency, **laid.latencies(read, outside.readings)},
         workers=workers,
         allocations=tuple(allocations or ()),

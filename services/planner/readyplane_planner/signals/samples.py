@@ -27,6 +27,7 @@ COUNTERS = (
     "arrival_uncached_tokens_total",
     "finished_total",
 )
+ENDS = ("finished", "attained", "refused", "aborted")
 GAUGES = (
     "queued_requests",
     "queued_tokens",
@@ -107,6 +108,19 @@ def rates(
         grown = None if current is None else difference(name, previous, current, bad)
         out[name] = grown / dt_s if grown is not None and dt_s > 0 else None
     return out
+
+
+def missed(
+    previous: RouterSample | None, current: RouterSample | None, dt_s: float
+) -> float | None:
+    """Requests/s that ended without both targets met; None where one of the counters is not known."""
+    if current is None or dt_s <= 0:
+        return None
+    grown = [difference(f"{name}_total", previous, current, []) for name in ENDS]
+    finished, attained, refused, aborted = grown
+    if finished is None or attained is None or refused is None or aborted is None:
+        return None
+    return max(0.0, finished - attained + refused + aborted) / dt_s
 
 
 def gauge(current: RouterSample | None, name: str, bad: list[str]) -> float | None:

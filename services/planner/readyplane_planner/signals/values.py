@@ -231,7 +231,8 @@ class Observation:
     Attributes:
         arrivals: requests/s. prompt_work: prompt tokens/s arriving, prefill_work: those of them
             that no prefix cache held.
-        finished: requests/s. generated: output tokens/s as the decode engines count them.
+        finished: requests/s. missed: requests/s that ended late, refused or without an answer.
+        generated: output tokens/s as the decode engines count them.
         queue: prompt tokens waiting in router and engines and not yet computed (R4.2).
         in_flight: requests queued, in prefill or decoding.
         decoding, remaining, kv: sequences, tokens to come, KV tokens resident in the D pool.
@@ -268,6 +269,7 @@ class Observation:
     refused: tuple[Refusal, ...] = ()
     nodes: tuple[NodeView, ...] = ()
     t_ready: Mapping[str, StartQuantiles] = field(default_factory=dict)
+    missed: Signal = Signal(Kind.MISSING, None, "requests/s", why="nobody counts them")
     bad: tuple[str, ...] = ()
     dead_series: int = 0
     generations: tuple[GenerationEnds, ...] | None = None

@@ -42,7 +42,7 @@ class PairPolicy:
     locality_margin_s: float = 0.05
     wait_max_s: float = 20.0
     empty_wait_max_s: float = 20.0
-    tpot_admit: float = 1.0
+    tpot_admit: float = 0.95
     decode_weight: float = 1.0
     slowdown_weight: float = 1.0
     urgency: float = 1.0
