@@ -190,16 +190,29 @@ def test_b06_one_of_eight_that_hangs_holds_nobody_up() -> None:
     assert seen(bench).workers, "and the eighth is still a worker"
 
 
-def waits(bench: Bench, wait_s: float) -> tuple[Any, ...]:
+def waits(bench: Bench, wait_s: float, median_s: float | None = None) -> tuple[Any, ...]:
     """P50, P90 and P99 of the wait before prefill, as queries give them."""
+    half_s = wait_s if median_s is None else median_s
+    quantiles = {"p50": half_s, "p90": wait_s, "p99": wait_s}
     return (
-        *(bench.read(f"wait_{q}", wait_s, window_s=10.0) for q in ("p50", "p90", "p99")),
+        *(bench.read(f"wait_{q}", value, window_s=10.0) for q, value in quantiles.items()),
         bench.read("wait_count", 50.0, unit="requests", window_s=10.0),
     )
 
 
+def test_b07_a_wait_tells_how_much_waits() -> None:
+    """Nobody shows the queue: arrivals times their wait are in it, and P grows at once."""
+    bench = Bench(p=2, d=2)
+    bench.run(40, 3.0)
+    decision = bench.tick(3.0, readings=waits(bench, 6.0), ttft_s=0.4)
+    assert decision.signals["queue"].get() == pytest.approx(3.0 * 1155.0 * 6.0)
+    assert decision.prefill.target > decision.prefill.before
+    assert {"demand", "queue"} & {decision.why[0].code} and "queued" in decision.why[0].text
+
+
 def test_b07_waiting_before_prefill_is_part_of_ttft() -> None:
-    """Engines are within the SLO, requests wait three targets before them: P grows, and says so."""
+    """Engines are within the SLO, no queue tells of it, and a tenth waits three targets before them:
+    P grows, and says so."""
     calm = Bench(p=2, d=2)
     calm.run(40, 3.0)
     bench = Bench(p=2, d=2)
@@ -207,7 +220,7 @@ def test_b07_waiting_before_prefill_is_part_of_ttft() -> None:
     assert bench.targets == calm.targets
     before, told = bench.targets, len(bench.decisions)
     for _ in range(30):
-        bench.tick(3.0, readings=waits(bench, 6.0), ttft_s=0.4)
+        bench.tick(3.0, readings=waits(bench, 6.0, 0.1), ttft_s=0.4)
         assert "queue_wait" in codes(bench.decisions[-1])
     assert bench.targets[0] > before[0]
     after = bench.decisions[told:]

@@ -49,7 +49,7 @@ def test_what_is_not_enough_or_not_allowed_says_so() -> None:
     assert "13 GPUs exceed the budget of 11" in found[5, 3].why_not
     assert "D has to have 3" in found[4, 2].why_not
     starving = by_pair(weigh(replace(BUSY, supply_d=Supply(1)), 4, 1))
-    assert "of the planned tokens would miss TPOT" in starving[4, 1].why_not
+    assert "of the requests would miss TPOT" in starving[4, 1].why_not
 
 
 @pytest.mark.parametrize("load", [0.0, 0.5, 1.0, 2.5, 4.0, 7.5])

@@ -1,6 +1,7 @@
 """Capacity: queues, batches, loads and corrections as formulas with known answers."""
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -30,9 +31,11 @@ from readyplane_planner.capacity import (
 PROFILE = load("h200-slow10")
 
 
-def p_model(isl: float = 1155.0, uncached: float = 1155.0, factor: float = 1.0) -> PrefillModel:
+def p_model(
+    isl: float = 1155.0, uncached: float = 1155.0, factor: float = 1.0, cv2: float = 1.0
+) -> PrefillModel:
     return prefill_model(
-        PROFILE, isl=isl, uncached=uncached, cv2=1.0, factor=factor, overhead_s=0.0
+        PROFILE, isl=isl, uncached=uncached, cv2=cv2, factor=factor, overhead_s=0.0
     )
 
 
@@ -41,8 +44,9 @@ def d_model(factor: float = 1.0) -> DecodeModel:
 
 
 def test_models_are_the_profile() -> None:
-    assert p_model().own_s == pytest.approx(PROFILE.prefill_s(1155))
-    assert p_model().rate == pytest.approx(1155 / PROFILE.prefill_s(1155))
+    even = p_model(cv2=0.0)
+    assert even.own_s == pytest.approx(PROFILE.prefill_s(1155))
+    assert even.rate == pytest.approx(1155 / PROFILE.prefill_s(1155))
     assert p_model(factor=0.5).rate == pytest.approx(p_model().rate / 2)
     d = d_model()
     assert d.iteration_s(40) == pytest.approx(PROFILE.iteration_s(40, 40 * d.context))
@@ -53,8 +57,19 @@ def test_models_are_the_profile() -> None:
 
 def test_a_cached_prefix_costs_less_but_not_nothing() -> None:
     half = p_model(uncached=577.0)
-    assert half.own_s < p_model().own_s
-    assert half.own_s >= PROFILE.prefill_s(577)
+    assert p_model(isl=577.0, uncached=577.0).own_s <= half.own_s < p_model().own_s
+
+
+@pytest.mark.parametrize(("mean", "cv2"), [(256.0, 1.0), (1155.0, 1.0), (4000.0, 0.5)])
+def test_prefill_is_the_mean_over_the_lengths_of_prompts(mean: float, cv2: float) -> None:
+    """A pass costs something however short the prompt, and attention grows with it: the mean prompt
+    does not take what a prompt of the mean length takes."""
+    rng, deviation = random.Random(1), math.sqrt(math.log1p(cv2))
+    lengths = [
+        rng.lognormvariate(math.log(mean) - deviation**2 / 2, deviation) for _ in range(9999)
+    ]
+    drawn = sum(PROFILE.prefill_s(max(1.0, tokens)) for tokens in lengths) / len(lengths)
+    assert p_model(isl=mean, uncached=mean, cv2=cv2).own_s == pytest.approx(drawn, rel=0.04)
 
 
 def erlang_c(busy_workers: float, workers: int) -> float:

@@ -26,7 +26,7 @@ def changes(run: Run, pool: str) -> list[tuple[int, list[tuple[str, str]]]]:
 async def test_every_change_has_a_reason_of_its_own_pool_with_numbers() -> None:
     run = await planner(world(rps=lambda t: 7.5 if 15 <= t < 90 else 0.8))
     await run.step(260)
-    up = {"demand", "queue", "sequences", "memory", "decode_for_prefill", "floor"}
+    up = {"demand", "queue", "sequences", "floor"}
     for pool, short in (("prefill", "P"), ("decode", "D")):
         moved = changes(run, pool)
         assert {by > 0 for by, _reasons in moved} == {True, False}
@@ -48,8 +48,8 @@ async def test_growth_says_what_comes_what_waits_and_what_is_there() -> None:
     await run.step(40)
     text = next(m[0][1] for by, m in changes(run, "prefill")[1:] if by > 0)
     assert re.fullmatch(
-        r"P needs \d+\.\d workers: [\d,]+ tokens/s expected \(P90 of the next \d+\.\d s \+ 10%\) "
-        r"\+ [\d,]+ queued, [\d,]+ tokens/s a worker; "
+        r"P needs \d+\.\d workers: [\d,]+ tokens/s expected \(P90 of the next \d+\.\d s \+ 10%\), "
+        r"\d+\.\d% may be late \+ [\d,]+ queued, [\d,]+ tokens/s a worker; "
         r"\d ready(, \d arriving(, the first)? in \d+\.\d s)?; Load_P \d+\.\d",
         text,
     )
@@ -68,13 +68,19 @@ async def test_shrinking_says_how_long_and_how_little() -> None:
     )
 
 
-async def test_memory_is_named_when_kv_decides() -> None:
-    """Long contexts fill the KV pool before the batch is slow."""
-    w = world(rps=lambda _t: 0.35, isl=lambda _t: 60_000.0, osl=lambda _t: 900.0)
-    run = await planner(w, policy(slo={"ttft_s": 60.0, "tpot_s": 1.5}, decode={"max": 8}))
-    await run.step(150)
-    texts = [t for by, m in changes(run, "decode") if by > 0 for c, t in m if c == "memory"]
-    assert texts and "in KV" in texts[0] and texts[0].startswith("D needs ")
+async def test_what_a_worker_makes_is_told_with_its_target() -> None:
+    """Long contexts fill the KV pool before the batch is slow: a worker makes less, and it is said."""
+
+    async def told(isl: float) -> float:
+        w = world(rps=lambda _t: 0.35, isl=lambda _t: isl, osl=lambda _t: 900.0)
+        run = await planner(w, policy(slo={"ttft_s": 60.0, "tpot_s": 1.5}, decode={"max": 8}))
+        await run.step(150)
+        texts = " ".join(t for by, m in changes(run, "decode") if by > 0 for _c, t in m)
+        found = re.search(r"D needs .* may be late, ([\d,]+) tokens/s a worker at TPOT", texts)
+        assert found is not None, texts
+        return float(found[1].replace(",", ""))
+
+    assert await told(120_000.0) < 0.7 * await told(60_000.0)
 
 
 async def test_a_crash_is_replaced_and_said_so() -> None:

@@ -14,12 +14,11 @@ from functools import cache
 
 from readyplane_planner import capacity
 from readyplane_planner.optimise import needs
+from readyplane_planner.optimise.size import ROUND
 from readyplane_planner.optimise.values import Bounds, Candidate, Parts, Problem
 
 MISS_PRICE = 20.0
 """A token served too late costs as much as so many times the GPU time that serves it."""
-ROUNDED = 0.03
-"""What the search rounds away of a worker, and a hundredth for its own steps."""
 HORIZONS = 2.0
 """T_ready until what is ordered now serves, and as long again in which it does."""
 
@@ -144,7 +143,7 @@ def _weighed(
     mean = sum(tokens * share for tokens, share in spread)
     missed = max(0.0, late(count, spread) - problem.risk) * mean * times_s[2] if mean > 0 else 0.0
     sure = max(0, count - bounds.spare)
-    share = late(max(0.0, sure + ROUNDED), spread) if mean > 0 else 0.0
+    share = late(max(0.0, sure + ROUND), spread) if mean > 0 else 0.0
     why_not = ""
     if share > problem.risk:
         why_not = (

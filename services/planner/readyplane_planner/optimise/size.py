@@ -9,8 +9,9 @@ from readyplane_planner.optimise.needs import catching_up, decode_need, prefill_
 from readyplane_planner.optimise.values import Bounds, Problem, Proposal
 
 Said = list[tuple[str, str, str]]
-ROUND = 0.02
-"""Less than that share of a worker is no worker."""
+ROUND = 3 / 128
+"""Less than that share of a worker is no worker; a whole number of the steps in which needs are
+found, so that whoever weighs a size afterwards finds the same."""
 
 
 def size(problem: Problem) -> Proposal:
