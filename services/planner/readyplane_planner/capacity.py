@@ -306,30 +306,6 @@ def served_tokens(rate: float, steps: Iterable[tuple[float, float]], workers_max
     return tokens
 
 
-def late_share(
-    model: PrefillModel,
-    backlog: float,
-    demand: float,
-    workers: float,
-    served: float,
-    within_s: float,
-    wait_s: float,
-) -> float:
-    """Share of the requests arriving `within_s` from now that wait longer than `wait_s`.
-
-    The pool is one queue: whoever is free takes the next prompt (the router binds late).
-
-    Args:
-        served: tokens that the pool can serve until then. workers: that serve then.
-    """
-    rate = workers * model.rate
-    limit = rate * wait_s + _in_service(model, workers)
-    if within_s <= 0:
-        return 1.0 if backlog > limit else 0.0
-    variance = _variance(model, demand, rate)
-    return overrun(backlog, demand - served / within_s, variance, within_s, limit)
-
-
 def _variance(model: PrefillModel, demand: float, rate: float) -> float:
     """Tokens² a second by which arriving work spreads: Poisson arrivals of prompts of any length.
 
