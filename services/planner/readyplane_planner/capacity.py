@@ -86,6 +86,7 @@ class PrefillModel:
     """One P worker: tokens/s, seconds of a mean prompt, spread, and what every request pays.
 
     `dispersion`: how much more arriving work varies than if requests came one by one, by chance.
+    `cached`: prompt tokens of a mean request that some worker's cache holds.
     """
 
     rate: float
@@ -93,6 +94,7 @@ class PrefillModel:
     cv2: float = 1.0
     overhead_s: float = 0.0
     dispersion: float = 1.0
+    cached: float = 0.0
 
     @property
     def tokens(self) -> float:
@@ -217,7 +219,7 @@ def prefill_model(
         times = math.exp(z * deviation - deviation * deviation / 2.0)
         own_s += weight * profile.prefill_s(max(1.0, uncached * times), cached * times)
     own_s /= factor
-    return PrefillModel(max(1.0, uncached) / own_s, own_s, cv2, overhead_s)
+    return PrefillModel(uncached / own_s, own_s, cv2, overhead_s, cached=cached)
 
 
 def decode_model(

@@ -18,7 +18,9 @@ from readyplane_planner.decide import (
     placing,
     reasons,
     rebase,
+    risk,
     stances,
+    young,
 )
 from readyplane_planner.decide.outlook import Both
 from readyplane_planner.decide.pools import (
@@ -253,7 +255,7 @@ def _propose(
     if not blindly.knows(observation):
         return blindly.stand_in(observation, plan, memory, problem, (live_p, live_d), said)
     memory = replace(memory, blind=0) if memory.blind else memory
-    if observation.idle:
+    if observation.idle and risk.gone(memory, now_s=observation.taken_s):
         # Nothing arrives and nothing runs: what was forecast from the past must not hold a pool.
         idle = Demand(0.0, 0.0)
         problem = replace(problem, demand_p=idle, demand_d=idle)
@@ -275,6 +277,7 @@ def _propose(
         return kept, memory
     said.extend(Reason(code, text, pool) for code, text, pool in proposal.reasons)
     memory = replace(memory, failing=0) if memory.failing else memory
+    proposal = young.held(proposal, plan, memory, (live_p, live_d))
     return replace(proposal, candidates=weighed), memory
 
 

@@ -14,8 +14,9 @@ from statistics import NormalDist
 from readyplane.core.profile import ClassProfile
 from readyplane_planner import capacity, forecast
 from readyplane_planner.capacity import Correction, DecodeModel, PrefillModel
+from readyplane_planner.decide import risk
 from readyplane_planner.decide.pools import Pool
-from readyplane_planner.decide.values import Averages, Budget, Memory, Plan, Unevenness
+from readyplane_planner.decide.values import Averages, Memory, Plan
 from readyplane_planner.forecast import Forecast, Series
 from readyplane_planner.signals import Observation, Signal
 
@@ -40,13 +41,6 @@ PEAK_MEAN, PEAK_SPREAD = 1.35, 0.6
 varies by so many: what chance alone makes of an even load."""
 PRIOR_REQUESTS = 10.0
 SEQUENCES_FEW = 10.0
-UNEVEN_TAU_S = 900.0
-UNEVEN_SPAN_S, UNEVEN_MAX = 10.0, 12.0
-BUDGET_TAU_S = 3600.0
-BUDGET_PRIOR_S = 600.0
-"""So much of the present traffic is pretended to have missed as often as it may."""
-RISK_GAIN, RISK_RANGE = 3.0, (0.25, 4.0)
-"""How risk answers to a budget that is spent (1) or not touched (0), and by what factor at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +76,7 @@ def needs(
     knobs, t_ready = plan.knobs, observation.t_ready
     serving = len(pools[1].ready) + len(pools[1].draining)
     averages = _averages(observation, plan, memory, serving)
-    budget = _budget(observation, memory.budget)
+    budget = risk.spent(observation, memory.budget)
     osl = mean_output(observation, averages)
     arrivals = observation.arrivals
     decode = replace(arrivals, value=None if arrivals.value is None else arrivals.value * osl)
@@ -112,8 +106,8 @@ def needs(
         held=_held_each(observation),
     )
     model_d = _holding(model_d, plan.decode.profile, pools[1])
-    uneven = _uneven(memory.uneven, observation, series_p, uncached * (1.0 + cv2))
-    model_p = replace(model_p, dispersion=_dispersion(uneven))
+    uneven = risk.uneven(memory.uneven, observation, series_p, uncached * (1.0 + cv2))
+    model_p = replace(model_p, dispersion=risk.dispersion(uneven))
     work_p = surged(work_p, series_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S)
     # Answers begin after their prompts and last: D has the time to see the longer span.
     work_d = surged(work_d, series_d, tokens=osl, cv2=0.0, spans_s=SURGE_SPANS_S[1:])
@@ -133,7 +127,7 @@ def needs(
         needs_now,
         spread_p=spread(series_p, work_p, plan, arriving=arriving, cv2=cv2),
         spread_d=spread(series_d, work_d, plan, arriving=arriving_d, cv2=0.0),
-        risk=risk_of(budget, plan.risk, arrivals=observation.arrivals.get()),
+        risk=risk.of(budget, plan.risk, arrivals=averages.requests / LENGTHS_TAU_S),
     )
     correct_p, correct_d = _corrected(observation, plan, memory, pools, model_p)
     memory = replace(
@@ -143,6 +137,7 @@ def needs(
         averages=averages,
         budget=budget,
         uneven=uneven,
+        idle_since_s=(memory.idle_since_s or now_s) if observation.idle else None,
         correct_p=correct_p,
         correct_d=correct_d,
         bad_samples=memory.bad_samples + len(observation.bad),
@@ -188,58 +183,6 @@ def _averages(observation: Observation, plan: Plan, memory: Memory, serving: int
             averages.generated * fade + made * dt_s,
         )
     return averages
-
-
-def _uneven(
-    before: Unevenness, observation: Observation, series: Series, each: float
-) -> Unevenness:
-    """With the last tick: its work against the mean of the moments around it.
-
-    `each`: tokens² a token of work that chance adds, the mean prompt with its spread.
-    """
-    dt_s, rate = observation.dt_s, observation.prefill_work
-    if dt_s <= 0 or not rate.known or len(series.recent) < 4:
-        return before
-    mean = forecast.trailing(series, UNEVEN_SPAN_S)
-    if mean <= 0:
-        return before
-    ticks = max(2.0, UNEVEN_SPAN_S / dt_s)
-    fade = math.exp(-dt_s / UNEVEN_TAU_S)
-    # The tick is part of the mean it is held against.
-    seen = (rate.get() - mean) ** 2 * ticks / (ticks - 1.0)
-    return Unevenness(before.seen * fade + seen, before.chance * fade + mean * each / dt_s)
-
-
-def _dispersion(uneven: Unevenness) -> float:
-    """At least 1. Weighted by work: the busy moments are the ones that matter."""
-    if uneven.chance <= 0:
-        return 1.0
-    return min(UNEVEN_MAX, max(1.0, uneven.seen / uneven.chance))
-
-
-def _budget(observation: Observation, before: Budget) -> Budget:
-    """With what arrived and what missed since; while that is not known nothing changes."""
-    dt_s = observation.dt_s
-    if dt_s <= 0 or not (observation.arrivals.known and observation.missed.known):
-        return before
-    fade = math.exp(-dt_s / BUDGET_TAU_S)
-    return Budget(
-        before.arrived * fade + observation.arrivals.get() * dt_s,
-        before.missed * fade + observation.missed.get() * dt_s,
-    )
-
-
-def risk_of(budget: Budget, allowed: float, *, arrivals: float) -> float:
-    """The share of requests to plan to be late, from the share that may be and the one that was.
-
-    Nobody knows which risk of the model comes to which share of misses on this traffic: what was
-    missed tells. A planner that misses less than it may holds more than it must.
-    """
-    prior = max(REQUESTS_FEW, arrivals * BUDGET_PRIOR_S)
-    spent = (budget.missed + allowed * prior) / (budget.arrived + prior)
-    low, high = RISK_RANGE
-    factor = math.exp(RISK_GAIN * (1.0 - spent / allowed))
-    return allowed * min(high, max(low, factor))
 
 
 def _modelled_output(observation: Observation, plan: Plan, memory: Memory, serving: int) -> float:

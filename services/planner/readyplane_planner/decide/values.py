@@ -265,6 +265,7 @@ class Memory:
     averages: Averages = Averages()
     budget: Budget = Budget()
     uneven: Unevenness = Unevenness()
+    idle_since_s: float | None = None
     correct_p: Correction = field(default_factory=Correction)
     correct_d: Correction = field(default_factory=Correction)
     guard_p: PoolMemory = field(default_factory=PoolMemory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from readyplane_planner.capacity import OUTPUT_CV2, steady_sequences
 from readyplane_planner.optimise.loss import expected, lost_share, stepped_back
@@ -31,7 +32,10 @@ def prefill_need(problem: Problem) -> Need:
     extra = catching_up(problem)
     if model.rate <= 0 or wanted + extra <= 0:
         return Need(0.0, 0.0, 0.0, "idle", max(0.0, wanted), max(0.0, model.rate))
-    return _need(problem, late_prompts(problem), demand, model.rate, extra)
+    found = _need(problem, late_prompts(problem), demand, model.rate, extra)
+    # Whoever is given up takes the prefixes with it that it alone held.
+    lost = model.cached / model.tokens / max(1.0, problem.supply_p.total)
+    return replace(found, keep=found.keep * (1.0 + lost))
 
 
 def decode_need(problem: Problem) -> Need:
