@@ -13,7 +13,7 @@ from readyplane.core.work import RequestEvent, RequestShape, Slo
 from readyplane.core.worker import Role
 from readyplane.ports import Pair
 from readyplane_router import circuit
-from readyplane_router.pair import Chosen, Seat, Terms
+from readyplane_router.pair import Chosen, Seat, Terms, made_up_s
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.prefix import PrefixIndex
 from readyplane_router.signals import Correction
@@ -187,6 +187,8 @@ class Bookings:
         p.last_used = d.last_used = self._picks
         if not p.works:
             p.head_since_s = now_s
+        if p.lent and p.decoding:
+            p.lent_until_s = now_s + made_up_s(p, terms.prefill_s, held.slo or self.policy.pair.slo)
         p.works[reservation_id] = terms.prefill_s
         p.work_s += terms.prefill_s
         p.prefill_tokens += uncached

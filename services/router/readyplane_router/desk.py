@@ -184,7 +184,7 @@ class Desk(Bookings):
         self._triage_s = now_s
         speeds, busy_s = [], 0.0
         for seat in self.prefills:
-            if not seat.shut:
+            if not (seat.shut or seat.lent):
                 speeds.append(seat.times.prefill_s(TRIAGE_TOKENS) * seat.prefill_factor)
                 busy_s += seat.remaining_s(now_s)
         if not speeds:

@@ -159,6 +159,7 @@ class Member:
         if serving is None:
             raise InvalidField("serving", None, "a worker without serving facts cannot be seated")
         self.seat = Seat(
+            lent=self.offer.convertible,
             worker_id=self.offer.worker_id,
             incarnation=self.offer.incarnation,
             key=self.key,

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from readyplane.core.work import Slo
 from readyplane.core.worker import Role
 from readyplane_router.pair.cost import pair_terms, urgency_of
 from readyplane_router.pair.seat import Seat, Times, kv_key, seat_key, times_of
@@ -53,6 +54,7 @@ __all__ = [
     "Wait",
     "decide",
     "kv_key",
+    "made_up_s",
     "pair_terms",
     "seat_key",
     "times_of",
@@ -85,6 +87,11 @@ def decide(
     return why_not(ask, prefills, decodes, policy, now_s, busy=bool(busy and ends))
 
 
+LEND_SHARE, LEND_LEAST = 0.5, 0.05
+"""Share of what the TPOT target leaves that prompts may take on a lent decode worker, and the least
+that is reckoned with."""
+LEND_AT_ONCE = 0.5
+LENT_AWAY_S = 1.0
 TIE_S = 2e-5  # costs are compared to 10 µs: what is dearer by more than this cannot win
 
 # A prefill end: (cost, least recently used, seat, ttft part, work ahead beyond the bound)
@@ -134,8 +141,35 @@ def _prefill_terms(
         cost = urgency * (queue_s + own_s)
         if seat.decoding:
             cost += slow * own_s * seat.decoding
+            if seat.lent:
+                queue_s = max(queue_s, lent_s(ask, seat, own_s, now_s=now_s))
         (ready if queue_s <= ahead else busy).append((cost, seat.last_used, seat, queue_s))
     return ready, busy
+
+
+def lent_s(ask: Ask, seat: Seat, own_s: float, *, now_s: float) -> float:
+    """Seconds until a decode worker that is lent to prefill may take the prompt.
+
+    Every sequence that decodes there waits for its chunks, and what they may lose is what the TPOT
+    target leaves over the iterations as they are. One prompt must not take all of that of an answer
+    of the usual length, and after a prompt they are made up for.
+    """
+    spare_s = ask.slo.tpot_s - _iteration_s(seat)
+    if spare_s <= 0 or own_s > LEND_AT_ONCE * spare_s * ask.output_tokens:
+        return LENT_AWAY_S
+    return max(0.0, seat.lent_until_s - now_s)
+
+
+def made_up_s(seat: Seat, own_s: float, slo: Slo) -> float:
+    """How long a lent worker makes up for a prompt of that time."""
+    share = LEND_SHARE * (1.0 - _iteration_s(seat) / slo.tpot_s)
+    return own_s / max(share, LEND_LEAST)
+
+
+def _iteration_s(seat: Seat) -> float:
+    """Of the sequences that it has, without a prompt."""
+    times = seat.times
+    return times.a + times.b * seat.occupied() + times.c * seat.kv_tokens
 
 
 def _decode_terms(

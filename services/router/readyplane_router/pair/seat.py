@@ -83,6 +83,8 @@ class Seat:
         decoding: sequences for which it is the decode end. transfers: KV on its way here.
         other_*: promised by other routers. foreign_*: what the engine reports beyond promises.
         assigned: requests that still need it, a prefill end until its KV has been read.
+        lent: a decode worker that also takes prompts; lent_until_s: what it took must be made up for
+            until then, see `pair.lent_s`.
         last_used: grows with every pick; ties go to the least recent.
     """
 
@@ -120,6 +122,8 @@ class Seat:
     foreign_tokens: int = 0
     foreign_sequences: int = 0
     foreign_blocks: int = 0
+    lent: bool = False
+    lent_until_s: float = 0.0
     last_used: int = 0
 
     def remaining_s(self, now_s: float) -> float:
