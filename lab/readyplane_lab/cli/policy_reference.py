@@ -60,7 +60,8 @@ TEXTS: dict[str, str] = {
     "slo.ttft_s": "target of the time to the first token",
     "slo.tpot_s": "target of the time between two tokens of an answer",
     "slo.quantile": "share of the requests that shall meet the TTFT target",
-    "slo.risk": "share of the requests that may be late: both pools are sized by it",
+    "slo.attainment": "the promise: share of all requests that shall meet both targets; both pools "
+    "are sized by it, and what was missed moves how surely",
     "pool.min": "fewest workers, whatever the load",
     "pool.max": "most workers",
     "pool.spare": "workers kept beyond the need, for those that may be lost",

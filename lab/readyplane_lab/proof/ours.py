@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from readyplane_lab.proof.port import Contender, Fielded, Setting
 from readyplane_planner.decide import decide
-from readyplane_planner.policy import DecodePolicy, Policy
+from readyplane_planner.policy import DecodePolicy, SloPolicy
 
-HEADROOM_DEFAULT = float(Policy.model_fields["headroom"].default)
+ATTAINMENT_DEFAULT = float(SloPolicy.model_fields["attainment"].default)
 CONVERTIBLE_DEFAULT = bool(DecodePolicy.model_fields["convertible"].default)
 
 
 def make(knob: float, setting: Setting) -> Fielded:
-    """The default policy; the knob replaces its headroom where it is not the default."""
+    """The default policy; the knob replaces its promise where it is not the default."""
     del setting
     return Fielded(
         brain=decide,
-        policy={} if knob == HEADROOM_DEFAULT else {"headroom": knob},
+        policy={} if knob == ATTAINMENT_DEFAULT else {"slo": {"attainment": knob}},
         convertible=CONVERTIBLE_DEFAULT,
     )
 
@@ -27,9 +27,9 @@ CONTENDER = Contender(
     name="readyplane",
     title="Readyplane's planner: plans one T_ready ahead, pending capacity counted",
     source="this project",
-    knob="headroom",
-    values=(0.0, 0.05, HEADROOM_DEFAULT, 0.15, 0.2, 0.3, 0.45, 0.6),
-    default=HEADROOM_DEFAULT,
+    knob="promise",
+    values=(0.9, 0.95, 0.975, 0.985, ATTAINMENT_DEFAULT, 0.995, 0.998, 0.9995),
+    default=ATTAINMENT_DEFAULT,
     make=make,
     aware=True,
 )

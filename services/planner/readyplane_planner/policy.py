@@ -40,6 +40,8 @@ from readyplane_planner.signals import Priors
 
 WINDOW_S_DEFAULT = 10.0
 WORKERS_MAX = 1024
+RISK_SHARE = 0.8
+"""Of what may be missed, the part that is planned for: the rest is for what no plan knows."""
 
 Seconds = Annotated[float, Field(ge=0.0, le=86_400.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
@@ -51,12 +53,16 @@ class _Strict(BaseModel):
 
 
 class SloPolicy(_Strict):
-    """Latency targets; `quantile` is the share of requests that shall meet them."""
+    """Latency targets, and the promise: `attainment` of all requests shall meet both.
+
+    The planner keeps as much as that needs and no more: it plans for somewhat fewer misses than may
+    be, and what was missed moves that. `quantile` is the one of the predicted TTFT.
+    """
 
     ttft_s: Positive = 2.0
     tpot_s: Positive = 0.1
     quantile: float = Field(default=0.9, ge=0.5, le=0.999)
-    risk: float = Field(default=0.008, ge=0.0001, le=0.5)
+    attainment: float = Field(default=0.99, ge=0.5, le=0.9999)
 
 
 class PoolPolicy(_Strict):
@@ -110,7 +116,7 @@ class ForecastPolicy(_Strict):
     """
 
     window_s: Positive | None = None
-    warmup_s: Seconds = 120.0
+    warmup_s: Seconds = 300.0
     prior_margin: Share = 0.3
     aci_step: float = Field(default=0.02, ge=0.0, le=0.1)
 
@@ -151,7 +157,7 @@ class DownPolicy(_Strict):
     max_step: int = Field(default=1, ge=1, le=WORKERS_MAX)
     window_s: Positive = 15.0
     hold_s: Seconds | None = None
-    band: Share = 0.1
+    band: Share = 0.05
 
 
 class PriorPolicy(_Strict):
@@ -226,7 +232,7 @@ class Policy(_Strict):
     decode: DecodePolicy = DecodePolicy()
     tick_s: float = Field(default=2.0, ge=0.05, le=300.0)
     forecast_quantile: float = Field(default=0.9, ge=0.5, le=0.999)
-    headroom: Share = 0.1
+    headroom: Share = 0.0
     forecast: ForecastPolicy = ForecastPolicy()
     load: LoadPolicy = LoadPolicy()
     up: UpPolicy = UpPolicy()
@@ -352,7 +358,7 @@ def make_plan(
         ttft_s=policy.slo.ttft_s,
         tpot_s=policy.slo.tpot_s,
         slo_quantile=policy.slo.quantile,
-        risk=policy.slo.risk,
+        risk=RISK_SHARE * (1.0 - policy.slo.attainment),
         tick_s=policy.tick_s,
         headroom=policy.headroom,
         band=policy.down.band,
