@@ -122,3 +122,7 @@ $(DYNOSIM)/stamp: tools/requirements-dynosim.lock
 .PHONY: bench-validity
 bench-validity: setup $(DYNOSIM)/stamp ## How true the simulator is, against formulas, processes, Dynamo, measurements (ARGS).
 	$(PY) -m bench.validity $(ARGS)
+
+.PHONY: bench-dynosim
+bench-dynosim: setup $(DYNOSIM)/stamp ## Our planner in Dynamo's simulator, beside fleets that do not change (ARGS).
+	$(PY) -m bench.dynosim_planner $(ARGS)

@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,14 +165,11 @@ def replay(
         place: folder with `trace.jsonl`. startup_s: of workers that `targets` start.
         targets: (seconds, prefill, decode), a script of scalings.
     """
-    if not PYTHON.exists():
-        raise FileNotFoundError(f"{PYTHON.relative_to(ROOT)} is missing: make .venv-dynosim/stamp")
     npz = place / f"{variant.decode_surface}.npz"
     if not npz.exists():
         write_profile(profile, npz, surface=variant.decode_surface)
-    specification, result = place / "specification.json", place / "result.json"
-    specification.write_text(
-        json.dumps(
+    return _columns(
+        run(
             {
                 "trace": str(place / "trace.jsonl"),
                 "fleet": fleet,
@@ -182,12 +179,46 @@ def replay(
             }
         )
     )
-    subprocess.run(
-        [PYTHON, ROOT / "bench" / "dynosim_replay.py", specification, result],
-        env={**os.environ, "DYN_LOG": "error", "PYTHONPATH": ""},
-        check=True,
-    )
-    return _columns(json.loads(result.read_text()))
+
+
+def run(
+    wanted: Mapping[str, Any],
+    *,
+    on_tick: Callable[[Mapping[str, Any]], Mapping[str, float]] | None = None,
+) -> dict[str, Any]:
+    """Run `bench/dynosim_replay.py` on a specification; its result.
+
+    Args:
+        on_tick: answers each tick of a specification with a `planner`.
+
+    Raises:
+        FileNotFoundError: `.venv-dynosim` is not there. CalledProcessError: it failed.
+    """
+    if not PYTHON.exists():
+        raise FileNotFoundError(f"{PYTHON.relative_to(ROOT)} is missing: make .venv-dynosim/stamp")
+    with tempfile.TemporaryDirectory() as folder:
+        specification, result = Path(folder) / "specification.json", Path(folder) / "result.json"
+        specification.write_text(json.dumps(wanted))
+        command = [
+            str(v) for v in (PYTHON, ROOT / "bench/dynosim_replay.py", specification, result)
+        ]
+        with subprocess.Popen(
+            command,
+            env={**os.environ, "DYN_LOG": "error", "PYTHONPATH": ""},
+            stdin=subprocess.PIPE,
+            stdout=None if on_tick is None else subprocess.PIPE,
+            text=True,
+        ) as process:
+            if on_tick is not None:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                for line in process.stdout:
+                    process.stdin.write(json.dumps(on_tick(json.loads(line))) + "\n")
+                    process.stdin.flush()
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
 
 
 def _engine(
