@@ -337,7 +337,8 @@ class Translator:
                     prefill_tokens_total=seat.computed if role is Role.PREFILL else None,
                     iterations_total=seat.passes if role is Role.DECODE else None,
                 )
-                found.append(EngineSample(seat.name, f"{seat.name}/1", "1", now_s, load))
+                # Names may change hands (see Roster), and counters do not go with them.
+                found.append(EngineSample(seat.name, f"{seat.name}/1", str(number), now_s, load))
         return found
 
 

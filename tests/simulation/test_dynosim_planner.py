@@ -156,7 +156,10 @@ def test_whoever_goes_there_is_who_was_to_go_here() -> None:
         "first-prefill-1": WorkerState.READY,
         "first-prefill-2": WorkerState.READY,
     }
-    it.sample(a_tick(6.0, p=((0, 1), (), ())))
+    passes = [a_pass(n, num_prefill_requests=1) for n in (0, 1)]
+    last = it.sample(a_tick(6.0, p=((0, 1), (), ()), prefill_fpm_snapshots=passes))
+    # The name that stayed counts another engine now: its counters may not be subtracted.
+    assert {e.worker_id: e.life for e in last.engines}["first-prefill-2"] == "0"
     left = {a.worker_id for a in it.allocations(6.0) if a.role is Role.PREFILL}
     assert left == {"first-prefill-1", "first-prefill-2"}
 
