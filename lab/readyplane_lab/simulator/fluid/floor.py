@@ -23,6 +23,7 @@ from readyplane_lab.simulator.fluid.starts import Starts
 from readyplane_lab.simulator.fluid.view import Now
 from readyplane_lab.simulator.startup import Draws
 from readyplane_planner.decide import POOLS
+from readyplane_router.desk import TRIAGE_MARGIN
 from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
 
@@ -68,6 +69,7 @@ class Floor:
             self.rows.isl, self.rows.weight, self.rows.service_s, self.rows.since
         )
         if isinstance(self.prefill, Servers):
+            self.prefill.limit_s = (1.0 - TRIAGE_MARGIN) * slo.ttft_s
             self.prefill.chains = self.rows.chains
             self.prefill.cached = arrivals.cached.tolist()
         if lends:
@@ -86,7 +88,7 @@ class Floor:
     @property
     def over(self) -> bool:
         """Everybody has come and gone."""
-        gone = not self._place and not self.prefill.queue.rows
+        gone = not self._place and not self.prefill.queue
         return gone and self._next_row >= len(self.rows.at)
 
     def step(self, from_s: float, until_s: float) -> None:
@@ -239,6 +241,10 @@ class Floor:
                 return
             row = queue.rows[0]
             queue.pop(rows.isl[row], rows.weight[row])
+            rows.miss(row, "refused")
+        while queue.late and rows.since[queue.late[0]] <= bound_s:
+            row = queue.late[0]
+            queue.pop_late(rows.isl[row])
             rows.miss(row, "refused")
 
     def _time_out(self, now_s: float) -> None:

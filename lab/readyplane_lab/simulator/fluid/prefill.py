@@ -23,9 +23,11 @@ from readyplane_lab.simulator.fluid.fleet import FluidWorker
 from readyplane_lab.simulator.outcome import Floats
 from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
+from readyplane_router.triage import Job, too_late
 
 SPREAD_TAU_S = 30.0
 BUSY_MAX = 0.98
+TRIAGE_AFTER_S = 0.25
 GOLDEN = 0.6180339887498949
 _PAIR = PairPolicy()
 PATIENCE_S, AHEAD_S = _PAIR.locality_patience_s, _PAIR.prefill_ahead_s
@@ -60,11 +62,14 @@ class Queue:
     """Rows that wait in the router, oldest first. Tokens count with their weights.
 
     Attributes:
+        late: those that stepped back, behind all others: they cannot be in time any more, or kept
+            more of the others from it (`readyplane_router.triage`).
         blocked_s: until when the oldest last found no decode worker that takes it.
     """
 
     def __init__(self) -> None:
         self.rows: deque[int] = deque()
+        self.late: deque[int] = deque()
         self.requests = self.tokens = 0.0
         self.blocked_s = -inf
 
@@ -84,10 +89,28 @@ class Queue:
         """The oldest; it starts or is refused."""
         self.requests -= weight
         self.tokens -= tokens * weight
-        row = self.rows.popleft()
-        if not self.rows:
+        row = self.rows.popleft() if self.rows else self.late.popleft()
+        if not self.rows and not self.late:
             self.requests = self.tokens = 0.0
         return row
+
+    def __bool__(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self.rows or self.late)
+
+    def step_back(self, places: set[int]) -> None:
+        """Those go behind all others."""
+        kept: deque[int] = deque()
+        for place, row in enumerate(self.rows):
+            (self.late if place in places else kept).append(row)
+        self.rows.clear()
+        self.rows.extend(kept)
+
+    def pop_late(self, tokens: float) -> None:
+        """The oldest of those that stepped back, which counts as one request."""
+        self.late.popleft()
+        self.requests -= 1.0
+        self.tokens -= tokens
 
     def take(self, place: int, tokens: float) -> int:
         """One from the middle, which counts as one request."""
@@ -103,6 +126,7 @@ class Servers:
     little enough work left.
 
     Attributes:
+        limit_s: until when after its arrival a prompt has to be computed to be in time.
         chains, cached: shared prefixes of each row, and tokens of them that are not yet evicted;
             without chains, `service_s` says it all.
     """
@@ -117,6 +141,7 @@ class Servers:
         del weight  # every row is one request
         self.queue = Queue()
         self.lend: Lend | None = None
+        self.limit_s = inf
         self.chains: Chains = ()
         self.cached: list[float] = []
         self._isl = isl
@@ -144,13 +169,19 @@ class Servers:
     def serve(self, from_s: float, until_s: float, book: Book, done: Done) -> None:
         """Bind whoever can be bound before `until_s`."""
         queue, free = self.queue, self._free
-        rows, isl, service_s, since_s = queue.rows, self._isl, self._service_s, self._since_s
+        rows, isl, since_s = queue.rows, self._isl, self._since_s
         earliest_s = from_s if queue.blocked_s >= from_s else -inf
-        while rows:
-            row = rows[0]
+        while queue:
             free_s = free[0][0] if free else inf
+            if queue.late and not self._first(from_s, free_s):
+                if not self._serve_late(max(from_s, free_s - AHEAD_S), until_s, book, done):
+                    return
+                continue
+            row = rows[0]
             asked_s = max(since_s[row], earliest_s)
             bound_s = max(asked_s, free_s - AHEAD_S)
+            if bound_s - since_s[row] > TRIAGE_AFTER_S and self._stepped_back(bound_s):
+                continue
             if self.lend is not None and bound_s > asked_s + PATIENCE_S:
                 lent_s = max(asked_s + PATIENCE_S, from_s)
                 if lent_s < until_s and bound_s > lent_s and self.lend(row, lent_s):
@@ -166,16 +197,51 @@ class Servers:
                 if found is None:
                     return
                 row = found
-            place, own_s = (0, service_s[row]) if not self.chains else self._placed(row, bound_s)
-            free_s, _, worker = free[place]
-            worker.free_s = end_s = max(bound_s, free_s) + own_s
-            self._ties += 1
-            if place == 0:
-                heapreplace(free, (end_s, self._ties, worker))
-            else:
-                free[place] = (end_s, self._ties, worker)
-                heapify(free)
-            done(row, worker, end_s)
+            self._begin(row, bound_s, done)
+
+    def _begin(self, row: int, bound_s: float, done: Done) -> None:
+        """Bind a row to its worker."""
+        free = self._free
+        place, own_s = (0, self._service_s[row])
+        if self.chains:
+            place, own_s = self._placed(row, bound_s)
+        free_s, _, worker = free[place]
+        worker.free_s = end_s = max(bound_s, free_s) + own_s
+        self._ties += 1
+        if place == 0:
+            heapreplace(free, (end_s, self._ties, worker))
+        else:
+            free[place] = (end_s, self._ties, worker)
+            heapify(free)
+        done(row, worker, end_s)
+
+    def _first(self, from_s: float, free_s: float) -> bool:
+        """Whether somebody who can be in time waits when the next worker takes a prompt."""
+        rows = self.queue.rows
+        return bool(rows) and self._since_s[rows[0]] <= max(from_s, free_s - AHEAD_S)
+
+    def _serve_late(self, at_s: float, until_s: float, book: Book, done: Done) -> bool:
+        """Serve one that stepped back, while nobody else is there; False when it cannot be now."""
+        row = self.queue.late[0]
+        if at_s >= until_s or not book(row, at_s):
+            return False
+        self.queue.pop_late(self._isl[row])
+        self._begin(row, at_s, done)
+        return True
+
+    def _stepped_back(self, at_s: float) -> bool:
+        """Whether some of those who wait step back, so that most of the others are in time."""
+        since_s, service_s = self._since_s, self._service_s
+        jobs = []
+        for row in self.queue.rows:
+            if since_s[row] > at_s:
+                break
+            jobs.append(Job(0, service_s[row], since_s[row] + self.limit_s - at_s))
+        busy_s = sum(max(0.0, entry[0] - at_s) for entry in self._free) / max(1, len(self._free))
+        late = too_late(jobs, workers=float(len(self._free)), busy_s=busy_s)
+        if late and self._free:
+            self.queue.step_back(late)
+        return bool(late and self._free)
 
     def _placed(self, row: int, at_s: float) -> tuple[int, float]:
         """Who may have it and is through with it first, by what each one's cache holds."""
