@@ -14,12 +14,12 @@ from readyplane_planner.forecast import Series
 from readyplane_planner.signals import Observation
 
 UNEVEN_TAU_S = 900.0
-UNEVEN_SPAN_S, UNEVEN_MAX = 10.0, 12.0
+UNEVEN_SPAN_S, UNEVEN_MAX = 10.0, 5.0
 GAPS_MAX, GAP_S_MAX = 4.0, 900.0
 BUDGET_TAU_S = 3600.0
 BUDGET_PRIOR_S, REQUESTS_FEW = 600.0, 50.0
 """So much of the present traffic is pretended to have missed as often as it may."""
-RISK_GAIN, RISK_RANGE = 3.0, (0.25, 4.0)
+RISK_GAIN, RISK_RANGE = 3.0, (0.5, 4.0)
 """How risk answers to a budget that is spent (1) or not touched (0), and by what factor at most."""
 
 
