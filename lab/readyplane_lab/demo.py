@@ -21,6 +21,8 @@ DEMO_POLICY: Mapping[str, object] = {
     "decode": {"min": 1, "max": 4, "worker_class": WORKER_CLASS, "profile": WORKER_CLASS},
     "tick_s": 1.0,
     "t_ready_prior": {"p50_s": 6.0, "p90_s": 10.0, "p99_s": 15.0},
+    # A demo shows in minutes what takes hours elsewhere: it may shrink soon after it began.
+    "forecast": {"warmup_s": 20.0},
 }
 
 # Shorter times for the self-check of a minute, laid over the policy above.

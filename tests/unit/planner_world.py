@@ -425,6 +425,10 @@ def policy(**changes: Any) -> Policy:
         "decode": {"min": 1, "max": 4, "worker_class": "h200-slow10", "profile": "h200-slow10"},
         "tick_s": 1.0,
         "t_ready_prior": {"p50_s": 6.0, "p90_s": 10.0, "p99_s": 15.0},
+        # Worlds of a test last minutes, and what they show does not hang on the defaults.
+        "forecast": {"warmup_s": 10.0},
+        "headroom": 0.1,
+        "down": {"band": 0.1},
     }
     for name, value in changes.items():
         below = document.get(name)

@@ -168,7 +168,7 @@ async def test_b24_capacity_is_ordered_a_start_ahead() -> None:
     long, _late = await _ramped(300.0)
     reacting, reacting_late_s = await _ramped(150.0, partial(decide, optimiser=_reacts))
     leads = [sum(_leads_s(run)) / 3 for run in (short, long, reacting)]
-    assert leads[0] >= 0.7 * 150.0 and leads[1] >= 0.7 * 300.0
+    assert leads[0] >= 0.6 * 150.0 and leads[1] >= 0.6 * 300.0
     assert leads[1] - leads[0] >= 0.4 * 150.0, "the lead follows the measured start"
     assert leads[2] < 0.2 * 150.0 and late_s < 0.2 * reacting_late_s
 

@@ -55,8 +55,8 @@ def after(missed_share: float, hours: float, *, arrivals: float = 20.0) -> float
 def test_risk_falls_while_more_is_missed_and_rises_while_less_is() -> None:
     assert risk.of(Budget(), ALLOWED, arrivals=20.0) == pytest.approx(ALLOWED), "nothing seen yet"
     assert after(ALLOWED, 1.0) == pytest.approx(ALLOWED)
-    assert after(3 * ALLOWED, 1.0) < after(1.5 * ALLOWED, 1.0) < ALLOWED
-    assert after(0.0, 1.0) > after(0.5 * ALLOWED, 1.0) > ALLOWED
+    assert after(3 * ALLOWED, 0.02) < after(1.5 * ALLOWED, 0.02) < ALLOWED
+    assert after(0.0, 0.02) > after(0.5 * ALLOWED, 0.02) > ALLOWED
     assert after(0.0, 0.01) < after(0.0, 0.05) < after(0.0, 1.0), "the longer, the surer"
 
 
@@ -70,7 +70,7 @@ def test_what_was_missed_is_forgotten_in_time() -> None:
     for _ in range(10 * 60):
         budget = risk.spent(calm, budget)
         found.append(risk.of(budget, ALLOWED, arrivals=20.0))
-    assert found[0] < 0.5 * ALLOWED
+    assert found[0] < 0.8 * ALLOWED
     assert found == sorted(found) and found[-1] > ALLOWED
 
 
