@@ -93,7 +93,10 @@ def test_convertible_decoders_take_prefill_work_within_their_bound() -> None:
     strict, both = slow(False), slow(True)
     assert {w.pool for w in both.lives} == {"prefill", "decode"}
     assert both.targets == strict.targets  # still shown to the planner as decode workers
-    assert np.median(both.served.ttft_s) < 0.5 * np.median(strict.served.ttft_s)
+    # An overload: who cannot be in time steps back, so it is the number in time that shows help.
+    in_time = [int(np.sum(run.served.ttft_s <= 2.0)) for run in (strict, both)]
+    served = [int(np.sum(np.isfinite(run.served.ttft_s))) for run in (strict, both)]
+    assert in_time[1] > in_time[0] and served[1] > served[0]
 
 
 def test_a_cold_cluster_begins_with_nobody_and_refuses_until_there_is_a_pair() -> None:

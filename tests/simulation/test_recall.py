@@ -47,7 +47,7 @@ def test_every_decision_comes_out_the_same_also_from_the_journal(seed: int) -> N
     random = np.random.default_rng(seed)
     world(
         kept,
-        steady(3.0, SPAN_S, seed=seed),
+        steady(6.0, SPAN_S, seed=seed),
         faults=drawn_faults(random, 4),
         policy=POLICY,
         seed=seed,
