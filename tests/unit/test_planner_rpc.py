@@ -18,7 +18,7 @@ from readyplane.kit.rpc import Guard
 from readyplane.kit.telemetry import Metrics
 from readyplane_planner import api, rpc
 from readyplane_planner.metrics import PlannerMetrics
-from tests.unit.planner_world import HandClock, Run, World, planner
+from tests.unit.planner_world import HandClock, Run, World, planner, policy
 
 
 @pytest.fixture
@@ -198,7 +198,8 @@ async def test_the_page_is_served(http: httpx.AsyncClient) -> None:
 async def test_metrics_carry_the_names_of_the_requirements() -> None:
     """R24.1, B164: every name with pool, class and model; what is not known is absent, not zero."""
     registry = Metrics()
-    run = await planner(World(HandClock(), rps=lambda _t: 5.0))
+    slow = policy(forecast={"warmup_s": 120.0})
+    run = await planner(World(HandClock(), rps=lambda _t: 5.0), slow)
     run.service._metrics = PlannerMetrics(registry)
     await run.step(30)
 
