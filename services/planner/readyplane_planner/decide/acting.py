@@ -311,10 +311,12 @@ def _give_up(
     digest = acted.memory.generation.digest
     left = count - len(coming)
     waiting = pool.waiting
+    # Who has not served for as long as it took to start was started for nothing.
+    fresh_s = max(plan.min_ready_s, quantiles.p90_s)
     ready = victims.from_ready(waiting, left, digest=digest, min_ready_s=plan.min_ready_s)
     # Nobody who serves is drained as long as one who serves nobody is counted.
     ready += victims.from_ready(
-        pool.ready, max(0, left - len(waiting)), digest=digest, min_ready_s=plan.min_ready_s
+        pool.ready, max(0, left - len(waiting)), digest=digest, min_ready_s=fresh_s
     )
     given_up = len(coming) + len(ready)
     going = set(retire)

@@ -23,7 +23,7 @@ from readyplane_planner.signals import Observation, Signal
 LENGTHS_TAU_S = 60.0
 """Recent mean lengths fade with this time constant: fast enough for a cache shift, slow enough
 that one long prompt does not move them."""
-OUTPUT_TAU_S = 180.0
+OUTPUT_TAU_S = 60.0
 """The same for outputs, which take a residence time to be known."""
 SURELY_BUSY = 1.5
 """A P worker's speed is learned only where its queue would have lasted for a worker so much faster
@@ -41,6 +41,8 @@ PEAK_MEAN, PEAK_SPREAD = 1.35, 0.6
 varies by so many: what chance alone makes of an even load."""
 PRIOR_REQUESTS = 10.0
 SEQUENCES_FEW = 10.0
+HELD_TAU_S, HELD_SEEN = 90.0, 0.3
+"""KV a sequence is meant over that time, once a part of it was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def needs(
         isl=isl,
         osl=osl,
         factor=memory.correct_d.factor,
-        held=_held_each(observation),
+        held=_held_each(averages),
     )
     model_d = _holding(model_d, plan.decode.profile, pools[1])
     uneven = risk.uneven(memory.uneven, observation, series_p, uncached * (1.0 + cv2))
@@ -145,12 +147,13 @@ def needs(
     return needs_now, memory
 
 
-def _held_each(observation: Observation) -> float:
-    """KV tokens that a running sequence holds on average; 0 while few run or it is not known."""
-    sequences = observation.decoding.get()
-    if sequences < SEQUENCES_FEW or not observation.kv.known:
-        return 0.0
-    return observation.kv.get() / sequences
+def _held_each(averages: Averages) -> float:
+    """KV tokens that a running sequence held lately; 0 while few ran or it is not known.
+
+    Of the moment it would jump with every very long prompt.
+    """
+    few = SEQUENCES_FEW * HELD_TAU_S * HELD_SEEN
+    return averages.held / averages.running if averages.running > few else 0.0
 
 
 def _holding(model: DecodeModel, profile: ClassProfile, pool: Pool) -> DecodeModel:
@@ -165,22 +168,26 @@ def _averages(observation: Observation, plan: Plan, memory: Memory, serving: int
     if dt_s > 0 and all(signal.known for signal in rates):
         fade = math.exp(-dt_s / LENGTHS_TAU_S)
         requests, tokens, uncached = (s.get() * dt_s for s in rates)
-        averages = Averages(
-            averages.requests * fade + requests,
-            averages.tokens * fade + tokens,
-            averages.uncached * fade + uncached,
-            averages.finished,
-            averages.generated,
+        averages = replace(
+            averages,
+            requests=averages.requests * fade + requests,
+            tokens=averages.tokens * fade + tokens,
+            uncached=averages.uncached * fade + uncached,
         )
     if dt_s > 0 and observation.finished.known and observation.decoding.known:
         fade = math.exp(-dt_s / OUTPUT_TAU_S)
         made = observation.generated.get(_modelled_output(observation, plan, memory, serving))
-        averages = Averages(
-            averages.requests,
-            averages.tokens,
-            averages.uncached,
-            averages.finished * fade + observation.finished.get() * dt_s,
-            averages.generated * fade + made * dt_s,
+        averages = replace(
+            averages,
+            finished=averages.finished * fade + observation.finished.get() * dt_s,
+            generated=averages.generated * fade + made * dt_s,
+        )
+    if dt_s > 0 and observation.kv.known and observation.decoding.known:
+        fade = math.exp(-dt_s / HELD_TAU_S)
+        averages = replace(
+            averages,
+            held=averages.held * fade + observation.kv.get() * dt_s,
+            running=averages.running * fade + observation.decoding.get() * dt_s,
         )
     return averages
 

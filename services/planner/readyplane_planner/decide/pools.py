@@ -24,7 +24,7 @@ from readyplane_planner.decide.values import (
 from readyplane_planner.guard import Counts
 from readyplane_planner.signals import Allocation, Observation, WorkerView
 
-SOON_S = 5.0
+SOON_SHARE = 0.5
 ENDED = frozenset({"exited", "failed"})
 
 
@@ -145,7 +145,7 @@ def arrives_soon(age_s: float, quantiles: StartQuantiles) -> float | None:
     if age_s >= quantiles.p90_s:
         return None
     left_s = eta_s(age_s, quantiles, late=False)
-    return left_s if left_s <= min(SOON_S, 0.5 * quantiles.p50_s) else None
+    return left_s if left_s <= SOON_SHARE * quantiles.p50_s else None
 
 
 def not_draining(observation: Observation, memory: Memory) -> Memory:

@@ -213,6 +213,7 @@ class Averages:
 
     Attributes:
         requests, tokens, uncached: what arrived. finished, generated: requests and output tokens.
+        held, running: KV tokens and sequences, each times the seconds of it.
     """
 
     requests: float = 0.0
@@ -220,6 +221,8 @@ class Averages:
     uncached: float = 0.0
     finished: float = 0.0
     generated: float = 0.0
+    held: float = 0.0
+    running: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
