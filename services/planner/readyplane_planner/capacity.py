@@ -214,11 +214,12 @@ def prefill_model(
     uncached = max(1.0, uncached)
     cached = max(0.0, isl - uncached)
     deviation = math.sqrt(math.log1p(max(0.0, cv2)))
-    own_s = 0.0
+    own_s = tokens = 0.0
     for z, weight in LENGTH_NODES:
         times = math.exp(z * deviation - deviation * deviation / 2.0)
         own_s += weight * profile.prefill_s(max(1.0, uncached * times), cached * times)
-    own_s /= factor
+        tokens += weight * times
+    own_s /= factor * tokens
     return PrefillModel(uncached / own_s, own_s, cv2, overhead_s, cached=cached)
 
 

@@ -59,8 +59,8 @@ def late_prompts(problem: Problem) -> Late:
 
     def late(workers: float, spread: Spread) -> float:
         rate = workers * model.rate
-        # A quarter of what is in service keeps nobody waiting: with it, it is Erlang's C.
-        wall = rate * slack + workers * each / 4.0
+        # What is in service keeps nobody waiting, and the more workers the sooner one is free.
+        wall = rate * slack + each * (0.3 + 0.7 * math.sqrt(workers))
 
         def lost(demand: float) -> float:
             variance = min(rate, 1.25 * demand) * each * model.dispersion
