@@ -37,7 +37,7 @@ from pathlib import Path
 from bench.forecast import measure_forecast
 from bench.route import measure_routes
 from bench.sim import hour_s, measure_sim
-from bench.tick import measure_ticks
+from readyplane_lab.proof.ticktime import measure_ticks
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("READYPLANE_DATA", ROOT.parent / "shared" / "data"))

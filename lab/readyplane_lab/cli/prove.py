@@ -93,6 +93,7 @@ def prove(
     from readyplane_lab.proof.prove import document_of, write_json
     from readyplane_lab.proof.prove import prove as run
     from readyplane_lab.proof.report import write_report
+    from readyplane_lab.proof.ticktime import tick_figures
 
     with _progress() as advance:
         proof = run(ask, out, progress=advance)
@@ -107,7 +108,7 @@ def prove(
     _show(output.console(), proof)
     for file in files:
         print(file)
-    print(proof.summary.line())
+    print(f"{proof.summary.line()} {tick_figures()}")
     _judge(proof)
 
 
