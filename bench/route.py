@@ -23,6 +23,7 @@ from readyplane.ports import Order
 from readyplane_lab.demo import MODEL, WORKER_CLASS
 from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.simulator.ledger import Ledger
+from readyplane_lab.simulator.nodes import Nodes
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.simulator.worker import SimWorker, Site
@@ -86,7 +87,8 @@ async def _with_workers(address: str, digest: str, router: psutil.Process) -> di
     sources = WeightSources(startup, clock=clock)
     profile = profiles.load(WORKER_CLASS)
     client, ledger, artifacts = RouterClient(address), Ledger(clock), Artifacts(MODEL)
-    site = Site(client, artifacts, startup, sources, Draws(1), clock)
+    nodes = Nodes({}, startup, gpus_of=lambda _: profile.gpus)
+    site = Site(client, artifacts, startup, sources, nodes, Draws(1), clock)
     workers = [
         SimWorker(
             Order(f"{role[0]}-{i}", role, MODEL, WORKER_CLASS, digest),
@@ -95,6 +97,7 @@ async def _with_workers(address: str, digest: str, router: psutil.Process) -> di
             role=role,
             start=(role, i),
             account=ledger.open(role, profile.gpus),
+            reopen=lambda pool: ledger.open(pool, profile.gpus),
             on_released=lambda _: None,
         )
         for role in (Role.PREFILL, Role.DECODE)
