@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from statistics import NormalDist
 
 _NORMAL = NormalDist()
+_ROOT_HALF = math.sqrt(0.5)
 CHOICE = 0.5
 """How far the longest can be chosen: only few wait at a time, and who is begun goes on."""
 _EVEN = 1e-9
@@ -51,13 +51,9 @@ def stepped_back(share: float, *, cv2: float) -> float:
     """
     if share <= 0.0 or share >= 1.0 or cv2 <= 0.0:
         return min(1.0, max(0.0, share))
-    longest = _NORMAL.cdf(_quantile(share) - math.sqrt(math.log1p(cv2)))
+    deviations = _NORMAL.inv_cdf(share) - math.sqrt(math.log1p(cv2))
+    longest = 0.5 * math.erfc(-deviations * _ROOT_HALF)
     return (1.0 - CHOICE) * share + CHOICE * longest
-
-
-@lru_cache(maxsize=4096)
-def _quantile(share: float) -> float:
-    return _NORMAL.inv_cdf(share)
 
 
 def expected(spread: Iterable[tuple[float, float]], lost: Callable[[float], float]) -> float:

@@ -18,6 +18,8 @@ from readyplane_planner.optimise.values import Demand, Need, Problem
 WORKERS_MAX = 4096.0
 STEP = 0.01
 """Needs are found to that share of a worker."""
+NEAR = 1.25
+"""Steps of the search for a bracket."""
 SLACK_OF_DECODE = 0.5
 """Share of the time for waiting that may be spent in front of D."""
 Spread = tuple[tuple[float, float], ...]
@@ -140,26 +142,36 @@ def _need(problem: Problem, late: Late, demand: Demand, rate: float, extra: floa
     """The fewest workers; with the band, for shrinking; and for what is expected alone."""
     over = 1.0 + problem.headroom
 
-    def least(spread: Spread) -> float:
-        return _least(lambda workers: late(workers, spread) <= problem.risk)
+    def least(spread: Spread, guess: float) -> float:
+        return _least(lambda workers: late(workers, spread) <= problem.risk, guess)
 
-    workers = least(raised(demand, over, extra))
-    keep = least(raised(demand, over * (1.0 + problem.band), extra))
-    bare = least(((min(demand.level, demand.lasting) + extra, 1.0),))
+    spread = raised(demand, over, extra)
+    workers = least(spread, max(tokens for tokens, _ in spread) / rate)
+    keep = least(raised(demand, over * (1.0 + problem.band), extra), workers * (1.0 + problem.band))
+    expected_only = min(demand.level, demand.lasting) + extra
+    bare = least(((expected_only, 1.0),), 1.1 * expected_only / rate)
     planned = demand.lasting * over + extra
-    calm = least(raised(demand, over)) if extra > 0 else workers
+    calm = least(raised(demand, over), workers) if extra > 0 else workers
     why = "backlog" if calm < workers - 0.5 else "demand"
     return Need(workers, max(workers, keep), min(workers, bare), why, planned, rate, problem.risk)
 
 
-def _least(fits: Callable[[float], bool]) -> float:
-    """The fewest workers that fit, to STEP; WORKERS_MAX when not even those do."""
-    high = 1.0
-    while not fits(high):
-        high *= 2.0
-        if high > WORKERS_MAX:
-            return WORKERS_MAX
-    low = 0.0 if high == 1.0 else high / 2.0
+def _least(fits: Callable[[float], bool], guess: float) -> float:
+    """The fewest workers that fit, to STEP; WORKERS_MAX when not even those do.
+
+    `guess`: near the answer; only how quickly it is found depends on it.
+    """
+    high = min(WORKERS_MAX, max(STEP, guess))
+    low = 0.0
+    if fits(high):
+        while high > STEP and fits(lower := high / NEAR):
+            high = lower
+        low = high / NEAR if high > STEP else 0.0
+    else:
+        while not fits(high):
+            if high >= WORKERS_MAX:
+                return WORKERS_MAX
+            low, high = high, min(WORKERS_MAX, high * NEAR)
     while high - low > STEP:
         middle = (low + high) / 2.0
         low, high = (low, middle) if fits(middle) else (middle, high)
