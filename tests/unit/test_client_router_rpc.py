@@ -42,7 +42,8 @@ PAIR = Pair(
 class FakeRouter(router_pb2_grpc.RouterServicer):
     """Answers by the book; tests bend `on_renewal`, `on_route` and `version`."""
 
-    Admit = Drain = GetSignals = ListWorkers = ReportRank = None  # type: ignore[assignment]
+    Admit = Drain = Activate = Flip = None  # type: ignore[assignment]
+    GetSignals = ListWorkers = ReportRank = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.sessions = 0

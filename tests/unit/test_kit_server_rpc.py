@@ -49,7 +49,7 @@ HTTP = {
 
 class Router(router_pb2_grpc.RouterServicer):
     Register = Session = Admit = Drain = ListWorkers = None  # type: ignore[assignment]
-    ReportRank = Leave = Complete = GetSignals = None  # type: ignore[assignment]
+    ReportRank = Leave = Complete = GetSignals = Activate = Flip = None  # type: ignore[assignment]
 
     async def Route(self, request: Any, context: Any) -> Any:
         if request.model in ERRORS:
