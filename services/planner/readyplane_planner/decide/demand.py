@@ -39,6 +39,7 @@ NODES = ((0.1, 0.2), (0.3, 0.2), (0.5, 0.2), (0.7, 0.2), (0.88, 0.14), (0.97, 0.
 PEAK_MEAN, PEAK_SPREAD = 1.35, 0.6
 """The largest of some seven windows of a horizon is so many deviations above a window's mean, and
 varies by so many: what chance alone makes of an even load."""
+_DEVIATIONS = {p: NormalDist().inv_cdf(p) for p, _ in NODES}
 PRIOR_REQUESTS = 10.0
 SEQUENCES_FEW = 10.0
 HELD_TAU_S, HELD_SEEN = 90.0, 0.3
@@ -253,11 +254,12 @@ def spread(
     probabilities = [p for p, _ in NODES]
     found = forecast.quantiles(series, (work.horizon_s,), probabilities, knobs=plan.knobs)[0]
     noise = math.sqrt((1.0 + cv2) / arriving) if arriving > 0 else 0.0
-    out = []
+    weights: dict[float, float] = {}
     for (probability, weight), rate in zip(NODES, found, strict=True):
-        chance = PEAK_MEAN + PEAK_SPREAD * NormalDist().inv_cdf(probability)
-        out.append((max(work.level, rate / (1.0 + noise * max(0.0, chance))), weight))
-    return tuple(out)
+        chance = PEAK_MEAN + PEAK_SPREAD * _DEVIATIONS[probability]
+        lasts = max(work.level, rate / (1.0 + noise * max(0.0, chance)))
+        weights[lasts] = weights.get(lasts, 0.0) + weight
+    return tuple(weights.items())
 
 
 def lasting(work: Forecast, *, arriving: float, cv2: float, plan: Plan) -> float:
