@@ -120,7 +120,7 @@ async def test_an_sglang_endpoint_is_measured_from_end_to_end() -> None:
     assert set(fake.tokens) == {"Bearer secret"}
     assert len(found.readings.prefill) == 3
     assert {r.sequences for r in found.readings.decode} == {1.0, 4.0}
-    assert all(0.9 < r.milliseconds < 20 for r in found.readings.decode)
+    assert all(r.milliseconds > 0.9 for r in found.readings.decode)
     prompts = [tuple(b["prompt"]) for b in fake.asked]
     repeated = len(prompts) - len(set(prompts))
     assert repeated == 2, "only the cached prompt is sent again"
