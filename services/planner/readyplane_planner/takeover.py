@@ -299,6 +299,7 @@ def moved(memory: Memory, by_s: float) -> Memory:
         suspects=(),
         changing=fast.moved(memory.changing, by_s),
         last_s=None,
+        idle_since_s=None,
         late_since_s=None,
         drift=drift.moved(memory.drift, by_s),
         owned_p=ownership.moved(memory.owned_p, by_s),

@@ -278,8 +278,41 @@ def _place(pool: Pool, worker: WorkerView, allocation: Allocation | None, view: 
         pool.suspects.append(name)
         if view.given_up(name) and allocation is not None:
             pool.releases.append(Release(name, pool.name, "stalled: no progress"))
+    elif name in view.served and not worker.failure and not _ended(allocation):
+        _rejoining(pool, worker, allocation, view)
     else:
         _starting(pool, worker, allocation, view, standby=worker.standby and word is None)
+
+
+def _rejoining(pool: Pool, worker: WorkerView, allocation: Allocation | None, view: _View) -> None:
+    """One that served, lost its lease and is being admitted anew: it is no start that is late.
+
+    How long it has been allocated says nothing of that; it has the time of a start from when it was
+    first seen without its lease, and is expected as soon as one that was activated.
+    """
+    name = worker.worker_id
+    age_s = view.now_s - view.suspects.get(name, view.now_s)
+    pool.suspects.append(name)
+    coming = Coming(
+        name,
+        age_s,
+        worker.manifest_digest,
+        worker.generation,
+        worker.attached,
+        worker.worker_class,
+        fast.ACTIVATE,
+    )
+    if age_s <= view.bound_of(pool.name, worker):
+        pool.coming.append(coming)
+        return
+    pool.overdue.append(coming)
+    if allocation is not None:
+        text = f"it served and was not admitted again within {age_s:.1f} s"
+        pool.releases.append(Release(name, pool.name, text))
+
+
+def _ended(allocation: Allocation | None) -> bool:
+    return allocation is not None and allocation.state in ENDED
 
 
 def _leaving(pool: Pool, worker: WorkerView, allocation: Allocation | None, view: _View) -> None:

@@ -113,6 +113,8 @@ def _prefill_terms(
     longest = isl + (ask.max_tokens or 1)
     known: dict[tuple[int, int], float] = {}
     times, uncached_s = None, 0.0  # of the last seat that holds nothing of the prompt
+    # Without a prefill worker the lent ones are all there is.
+    served = any(not (seat.lent or seat.shut) for seat in seats)
     for seat in seats:
         if seat.shut or longest > seat.max_model_len or (avoid and seat.worker_id in avoid):
             continue
@@ -141,7 +143,7 @@ def _prefill_terms(
         cost = urgency * (queue_s + own_s)
         if seat.decoding:
             cost += slow * own_s * seat.decoding
-            if seat.lent:
+            if seat.lent and served:
                 queue_s = max(queue_s, lent_s(ask, seat, own_s, now_s=now_s))
         (ready if queue_s <= ahead else busy).append((cost, seat.last_used, seat, queue_s))
     return ready, busy
