@@ -14,7 +14,7 @@ import yaml
 
 from readyplane.core.errors import ReadyplaneError
 from readyplane.kit.settings import ServiceSettings, parse_settings
-from readyplane_planner.policy import load_policy
+from readyplane_planner.policy_file import load_policy
 from tests import deploy_files
 from tests.deploy_files import ROOT, Service
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from readyplane.core.errors import InvalidField, NotFound, UnknownField
-from readyplane_planner.policy import load_policy, make_plan, merged, read_policy
+from readyplane_planner.policy import make_plan, merged, read_policy
+from readyplane_planner.policy_file import load_policy
 
 GOOD: dict[str, Any] = {"model": "demo"}
 

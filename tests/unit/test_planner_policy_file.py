@@ -2,13 +2,14 @@
 
 import os
 from pathlib import Path
+from threading import Event
 
 import pytest
 import yaml
 
-from readyplane.core.errors import Unavailable
+from readyplane.core.errors import InvalidField, Unavailable
 from readyplane_planner.policy import Policy
-from readyplane_planner.policy_file import PolicyFile
+from readyplane_planner.policy_file import BYTES_MAX, PolicyFile, load_policy
 from tests.unit.planner_world import HandClock, Run, World, planner, policy
 
 
@@ -92,6 +93,56 @@ async def test_a_file_that_is_gone_and_comes_back(run: Run, file: Path) -> None:
     write(file)
     assert await watched.check() is True
     assert await degraded(run) == ""
+
+
+async def test_what_is_no_regular_file_is_named_and_holds_nobody_up(run: Run, file: Path) -> None:
+    watched = watcher(run, file)
+    for become, words in (
+        (lambda: os.mkfifo(file), "give a regular file"),
+        (lambda: file.symlink_to("/dev/zero"), "give a regular file"),
+        (lambda: file.write_bytes(b"#" * (BYTES_MAX + 1)), "at most 1000000 bytes"),
+    ):
+        file.unlink()
+        become()
+        with pytest.raises(InvalidField, match=words):
+            load_policy(file)
+        assert await watched.check() is False
+        assert words in await degraded(run)
+    file.unlink()
+    write(file, headroom=0.3)
+    assert await watched.check() is True
+    assert await degraded(run) == ""
+
+
+async def test_a_mount_that_hangs_is_named_and_read_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adopted: list[Policy] = []
+
+    async def adopt(wanted: Policy) -> None:
+        adopted.append(wanted)
+
+    told: list[str] = []
+    watched = PolicyFile(
+        file, adopt=adopt, tell=told.append, clock=HandClock(), every_s=1.0, read_s_max=0.02
+    )
+    answers, reads = Event(), []
+
+    def hangs(fd: int) -> os.stat_result:
+        reads.append(fd)
+        answers.wait(10.0)
+        return file.stat()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("readyplane_planner.policy_file.os.fstat", hangs)
+        write(file, headroom=0.3)
+        assert [await watched.check() for _ in range(3)] == [False] * 3
+        assert len(told) == 1 and "did not answer within 0.02 s" in told[0], "told once"
+        assert len(reads) == 1, "nobody is sent after one who waits"
+        answers.set()
+        while not adopted:
+            await watched.check()
+    assert adopted[0].headroom == 0.3 and told[-1] == ""
 
 
 async def test_a_store_that_is_away_is_tried_again(file: Path) -> None:

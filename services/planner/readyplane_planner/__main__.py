@@ -27,8 +27,8 @@ from readyplane.ports import Router
 from readyplane_planner import api, rpc
 from readyplane_planner.leadership import Leadership
 from readyplane_planner.metrics import PlannerMetrics
-from readyplane_planner.policy import Policy, load_policy
-from readyplane_planner.policy_file import PolicyFile
+from readyplane_planner.policy import Policy
+from readyplane_planner.policy_file import PolicyFile, load_policy
 from readyplane_planner.postgres import PostgresJournal
 from readyplane_planner.redis import RedisLeaseStore
 from readyplane_planner.service import PlannerService, Upkeep

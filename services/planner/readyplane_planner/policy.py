@@ -10,14 +10,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from readyplane.core.errors import InvalidField, UnknownField
-from readyplane.core.identity import digest_of, parse
+from readyplane.core.identity import digest_of
 from readyplane.core.profile import ClassProfile
 from readyplane.core.profile_default import UNKNOWN_CLASS
 from readyplane.core.startup import StartQuantiles
@@ -318,25 +316,6 @@ def merged(policy: Policy, changes: Mapping[str, Any]) -> Policy:
     if not isinstance(changes, Mapping):
         raise InvalidField("policy", changes, "write an object of policy fields")
     return read_policy(overlay(policy.document(), changes))
-
-
-def load_policy(path: Path) -> Policy:
-    """A policy from a YAML or JSON file.
-
-    Raises:
-        InvalidField: not readable, not an object, or a wrong field. UnknownField.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidField("--policy", str(path), f"give a readable file ({error})") from error
-    if path.suffix == ".json":
-        return read_policy(parse(text, where=str(path)))
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidField("--policy", str(path), f"write valid YAML ({error})") from error
-    return read_policy(document)
 
 
 def make_plan(
