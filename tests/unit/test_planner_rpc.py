@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from itertools import product
 from typing import Any
 
 import grpc.aio
@@ -126,6 +127,9 @@ async def test_grpc_and_rest_agree_on_errors(
     with pytest.raises(NotFound):
         await client.explain("nothing")
     assert (await http.get("/v1/explain/nothing")).status_code == 404
+    for of, name in product(("decisions", "explain", "replay"), ("%00", "%0A", "d" * 129)):
+        wrong = await http.get(f"/v1/{of}/{name}")
+        assert wrong.status_code in {400, 422} and "decision_id" in wrong.text
     with pytest.raises(Conflict):
         await client.set_policy({"headroom": 0.2}, merge=True, expected_version=7)
     answer = await http.patch("/v1/policy", json={"headroom": 0.2}, headers={"If-Match": '"7"'})

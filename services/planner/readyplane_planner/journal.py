@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from readyplane.core.errors import Conflict, NotFound
+from readyplane.core.errors import Conflict, InvalidField, NotFound
 from readyplane.core.identity import digest_of_bytes
 from readyplane_planner.decide import Decision, Memory, Plan, decide
 from readyplane_planner.decide.follow import Brain
 from readyplane_planner.optimise.answer import Answer, answered
 from readyplane_planner.signals import Observation
 
+ID_MAX = 128
 LIST_MAX = 10_000
 OUTCOMES_MAX = 2000
 """Outcomes of one decision that are given back at most."""
@@ -231,6 +232,18 @@ class MemoryJournal:
         """See Journal."""
         self._epoch += 1
         return self._epoch
+
+
+def checked_id(decision_id: str) -> str:
+    """An id that somebody asks for, fit to be looked up: a store takes no control characters.
+
+    Raises:
+        InvalidField: it cannot be one of a decision.
+    """
+    if not (0 < len(decision_id) <= ID_MAX and decision_id.isprintable()):
+        remedy = f"give at most {ID_MAX} printable characters, as the list of decisions has them"
+        raise InvalidField("decision_id", decision_id, remedy)
+    return decision_id
 
 
 def unknown_decision(decision_id: str) -> NotFound:

@@ -24,6 +24,7 @@ from readyplane_planner.journal import (
     Inputs,
     Journal,
     StoredPolicy,
+    checked_id,
     record_of,
     row_of,
 )
@@ -484,13 +485,13 @@ class PlannerService:
 
     async def explain(self, decision_id: str) -> dict[str, Any]:
         """See the port."""
-        record, outcomes = await self._journal.get(decision_id)
+        record, outcomes = await self._journal.get(checked_id(decision_id))
         rows = [] if self._last is None else self._document(self._last)["workers"]
         return explanation(record, outcomes, {row["worker_id"]: row for row in rows})
 
     async def replay(self, decision_id: str) -> dict[str, Any]:
         """See the port."""
-        record, _outcomes = await self._journal.get(decision_id)
+        record, _outcomes = await self._journal.get(checked_id(decision_id))
         return recall(record)
 
     async def what_if(self, changes: Mapping[str, str], *, model: str = "") -> dict[str, Any]:
