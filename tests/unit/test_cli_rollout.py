@@ -148,6 +148,9 @@ def test_what_is_wrong_is_named(cli: Terminal, monkeypatch: pytest.MonkeyPatch) 
     wrong = cli("rollout", "--surge", "2", *PLANNER)
     assert wrong.code == 2
     assert "--to" in wrong.err
+    for empty in ("", " "):
+        wrong = cli("rollout", "--to", empty, *PLANNER)
+        assert wrong.code == 2 and "--to" in wrong.err, "a variable that is empty asks for nothing"
     assert cli("rollout", "--to", "x", "--surge", "9", *PLANNER).code == 2
     assert not fake.asked
     fake.refuses = "model: it is of llama, this planner plans demo"

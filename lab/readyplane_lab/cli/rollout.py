@@ -38,8 +38,9 @@ Watch = Annotated[
 def rollout(
     context: typer.Context,
     to: Annotated[
-        str, typer.Option("--to", metavar="DIGEST|TAG", help="The artifact to bring into service.")
-    ] = "",
+        str | None,
+        typer.Option("--to", metavar="DIGEST|TAG", help="The artifact to bring into service."),
+    ] = None,
     surge: Annotated[
         int,
         typer.Option(
@@ -57,11 +58,11 @@ def rollout(
     """
     if context.invoked_subcommand is not None:
         return
-    if not to:
-        if surge or watch:
-            raise InvalidField("--to", "", "name a digest or tag, or use `rollout status`")
+    if to is None and not surge and not watch:
         print(context.get_help())
         return
+    if not to or not to.strip():
+        raise InvalidField("--to", to or "", "name a digest or tag, or use `rollout status`")
     if not 0 <= surge <= SURGE_MAX:
         raise InvalidField("--surge", surge, f"give 1 to {SURGE_MAX}, or 0")
     _ask("go", planner, model, to=to, surge=surge, watch=watch, json=json)
