@@ -49,6 +49,7 @@ def test_an_unknown_field_is_named_with_its_place(
         ({"prefill": {"min": 9, "max": 3}}, "policy.prefill.min"),
         ({"decode": {"min": -1}}, "policy.decode.min"),
         ({"decode": {"max": 10**9}}, "policy.decode.max"),
+        ({"manifest": "x" * 513}, "policy.manifest"),
         ({"slo": {"ttft_s": 0}}, "policy.slo.ttft_s"),
         ({"slo": {"ttft_s": float("nan")}}, "policy.slo.ttft_s"),
         ({"slo": {"tpot_s": float("inf")}}, "policy.slo.tpot_s"),

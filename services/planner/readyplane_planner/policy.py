@@ -224,7 +224,7 @@ class Policy(_Strict):
     """
 
     model: str = Field(min_length=1)
-    manifest: str = ""
+    manifest: str = Field(default="", max_length=512)
     slo: SloPolicy = SloPolicy()
     prefill: PoolPolicy = PoolPolicy()
     decode: DecodePolicy = DecodePolicy()
