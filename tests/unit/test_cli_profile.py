@@ -104,6 +104,8 @@ def test_a_profile_of_too_little_is_not_written(cli: Terminal, tmp_path: Path) -
         (("measure", "http://127.0.0.1:1", "--out", "x.json"), "2 x layers x KV heads"),
         (("measure", "127.0.0.1:1", "--out", "x.json"), "write http://HOST:PORT"),
         (("measure", "http://127.0.0.1:1", "--out", "x.json", "--repeats", "0"), "at least 1"),
+        (("measure", "http://127.0.0.1:1", "--out", "x.json", "--max-seconds", "nan"), "at least"),
+        (("measure", "http://127.0.0.1:1", "--out", "x.json", "--max-seconds", "inf"), "at least"),
         (("import", "a.npz", "--out", "x.yaml"), "end it in .json"),
         (("import", "a.npz", "--out", "/nowhere/x.json"), "a folder that exists"),
         (("import", "a.npz", "--out", "x.json", "--gpus", "-1"), "above 0"),

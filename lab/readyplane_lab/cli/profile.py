@@ -5,7 +5,7 @@ Owns the flags and what is printed; the work is in `readyplane_lab.profiling`.
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -242,7 +242,7 @@ def measure(
         ("--max-requests", max_requests, 1),
         ("--max-seconds", max_seconds, 1),
     ):
-        if value < low:
+        if not low <= value < inf:
             raise InvalidField(flag, value, f"give at least {low}")
     if not url.startswith(("http://", "https://")):
         raise InvalidField("URL", url, "write http://HOST:PORT of the endpoint")
