@@ -2,13 +2,17 @@
 
 Owns the port and its memory twin; `redis` implements the same port. The number comes from the
 journal, so that it never goes back even when the lease store comes back empty; the actuator refuses
-orders of an older one. Whoever cannot renew stops acting, whatever it believes.
+orders of an older one. Whoever cannot renew stops acting, whatever it believes. Each change of who
+leads is logged once.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 
 class LeaseStore(Protocol):
@@ -76,6 +80,7 @@ class Leadership:
         self._ttl_s = ttl_s
         self._now_s = now_s
         self._until_s = 0.0
+        self._logged = ""
         self.epoch = 0
         self.other = ""
 
@@ -91,24 +96,38 @@ class Leadership:
         if not held:
             self.epoch, self._until_s = 0, 0.0
             self.other = await self._store.holder(self._name)
+            self._log(f"following {self.other}" if self.other else "following nobody yet")
             return False
         if not self.leading:
             number = next_epoch()
             self.epoch = int(await number)  # type: ignore[misc]
         self.other = ""
         self._until_s = asked_s + self._ttl_s
+        self._log(f"leading under number {self.epoch}")
         return True
 
     def depose(self) -> None:
         """Somebody has obeyed a newer leader: stop at once, whatever the lease store says."""
+        if self.epoch:
+            self._log("no longer leading: a newer leader is obeyed")
         self.epoch, self._until_s = 0, 0.0
 
     def lose(self) -> None:
         """The store does not answer: nothing more is done once the lease has run out."""
         if not self.leading:
+            if self.epoch:
+                self._log("no longer leading: the lease has run out")
             self.epoch = 0
 
     async def resign(self) -> None:
         """Give the lease up, so that another need not wait for its end."""
+        if self.epoch:
+            self._log("no longer leading: it ends")
         self.epoch, self._until_s = 0, 0.0
         await self._store.give_up(self._name, self._holder)
+
+    def _log(self, state: str) -> None:
+        """Tell of a change, once."""
+        if state != self._logged:
+            self._logged = state
+            log.info("%s: %s", self._name, state, extra={"holder": self._holder})

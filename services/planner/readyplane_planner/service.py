@@ -292,7 +292,6 @@ class PlannerService:
         if look.deposed:
             # Paused beyond its lease, or the lease store lost it: somebody obeys a newer number.
             self._leadership.depose()
-            log.warning("a newer planner leads %s; standing by", self._policy.model)
         router, still = look.router, ""
         if router is not None and self._current is not None:
             still = stands_still(self._current, router)
