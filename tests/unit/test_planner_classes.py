@@ -229,6 +229,8 @@ def test_r23_no_mix_gets_past_quota_bounds_or_budget(
     held_gpus = sum(gpus[w.worker_class] for w in workers)
     new_gpus = sum(gpus[o.worker_class] for o in decision.orders)
     assert not new_gpus or budget is None or held_gpus + new_gpus <= budget
+    targets = decision.prefill.target + decision.decode.target
+    assert budget is None or targets <= max(budget, len(workers), 2), "each is one GPU at least"
     for role, pool in zip((Role.PREFILL, Role.DECODE), POOLS, strict=True):
         mine = [o for o in decision.orders if o.pool == pool]
         there = [w for w in workers if w.role is role]

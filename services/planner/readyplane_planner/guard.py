@@ -11,6 +11,7 @@ never shrink it (B02, B05). Paused means: a person decides; nothing is ordered a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 WANTS_MAX = 600
@@ -407,8 +408,15 @@ def budgeted(
     counts: tuple[Counts, Counts],
     limits: tuple[Limits, Limits],
     budget_gpus: int | None,
+    before: tuple[int | None, int | None] = (None, None),
 ) -> tuple[Verdict, Verdict]:
-    """Cut growth until what is held and ordered fits the budget; draining workers still count."""
+    """Cut targets to the budget, and growth until what is held and ordered fits it.
+
+    A draining worker's GPUs are not free yet, but a target may count on them.
+
+    Args:
+        before: the targets until now; what was promised is kept before anything is added to it.
+    """
     if budget_gpus is None:
         return verdicts
     if any(c.held and not li.gpus for c, li in zip(counts, limits, strict=True)):
@@ -417,26 +425,71 @@ def budgeted(
         verdicts[0] if limits[0].gpus else _shapeless(verdicts[0]),
         verdicts[1] if limits[1].gpus else _shapeless(verdicts[1]),
     )
+    kept = within(verdicts, counts, limits, budget_gpus, before)
     held = sum(c.held * li.gpus for c, li in zip(counts, limits, strict=True))
-    out = list(verdicts)
-    room = budget_gpus - held
-    # One by one in turns, so that neither pool starves the other; the emptier pool first.
-    granted = [0, 0]
-    progress = True
-    while progress:
-        progress = False
-        order = sorted((0, 1), key=lambda i: (counts[i].live + granted[i], i))
-        for i in order:
-            if granted[i] < out[i].grow and limits[i].gpus <= room:
-                granted[i] += 1
-                room -= limits[i].gpus
-                progress = True
-                break
+    live = (counts[0].live, counts[1].live)
+    most = [live[i] + min(verdicts[i].grow, max(0, kept[i].target - live[i])) for i in (0, 1)]
+    promised = [live[i] if was is None else was for i, was in enumerate(before)]
+    reached = _shared(live, most, limits, promised, budget_gpus - held)
+    out = list(kept)
     for i in (0, 1):
-        if granted[i] < out[i].grow:
-            text = f"{budget_gpus} GPUs allow {granted[i]} of {out[i].grow} new workers now"
-            out[i] = replace(out[i], grow=granted[i], reasons=(*out[i].reasons, ("budget", text)))
+        granted = reached[i] - live[i]
+        if granted < out[i].grow:
+            text = f"{budget_gpus} GPUs allow {granted} of {out[i].grow} new workers now"
+            out[i] = replace(out[i], grow=granted, reasons=(*out[i].reasons, ("budget", text)))
+        elif out[i].target < verdicts[i].target:
+            text = f"{budget_gpus} GPUs allow {out[i].target} of {verdicts[i].target} workers"
+            out[i] = replace(out[i], reasons=(*out[i].reasons, ("budget", text)))
     return out[0], out[1]
+
+
+def within(
+    verdicts: tuple[Verdict, Verdict],
+    counts: tuple[Counts, Counts],
+    limits: tuple[Limits, Limits],
+    budget_gpus: int | None,
+    before: tuple[int | None, int | None] = (None, None),
+) -> tuple[Verdict, Verdict]:
+    """The verdicts with targets that are within the budget together; growth stays as it is.
+
+    A pool keeps what it has until it may shrink, and its minimum; the other one gets what is left.
+    """
+    if budget_gpus is None or not all(li.gpus for li in limits):
+        return verdicts
+    wanted = [v.target for v in verdicts]
+    least = [
+        min(v.target, max(c.live, li.low))
+        for v, c, li in zip(verdicts, counts, limits, strict=True)
+    ]
+    promised = [c.live if was is None else was for c, was in zip(counts, before, strict=True)]
+    used = sum((n + c.standby) * li.gpus for n, c, li in zip(least, counts, limits, strict=True))
+    p, d = _shared(least, wanted, limits, promised, budget_gpus - used)
+    return replace(verdicts[0], target=p), replace(verdicts[1], target=d)
+
+
+def _shared(
+    least: Sequence[int],
+    most: Sequence[int],
+    limits: tuple[Limits, Limits],
+    promised: Sequence[int],
+    room: int,
+) -> list[int]:
+    """From `least` towards `most` as far as the room goes.
+
+    One by one in turns, so that neither pool starves the other; below its minimum first, then what
+    was promised, then the emptier pool.
+    """
+    found = list(least)
+    while True:
+        open_ = [i for i in (0, 1) if found[i] < most[i] and limits[i].gpus <= room]
+        if not open_:
+            return found
+        i = min(
+            open_,
+            key=lambda i: (found[i] >= limits[i].low, found[i] >= promised[i], found[i], i),
+        )
+        found[i] += 1
+        room -= limits[i].gpus
 
 
 def _floor(live: int, limits: Limits) -> tuple[str, str]:

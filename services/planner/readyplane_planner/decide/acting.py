@@ -84,7 +84,11 @@ def act(
             reasons.append(Reason("artifact_unknown", "no artifact to start from", pool.name))
             grow = 0
         picks = _affordable(acted, pools, chosen[place].picks(grow), pool.name, plan, reasons)
-        grow = len(picks)
+        # What classes cost is only known here: what the budget does not hold is no target either.
+        unpaid, grow = grow - len(picks), len(picks)
+        if unpaid:
+            least = plan.pool(pool.name).limits.low
+            verdict = replace(verdict, target=max(verdict.target - unpaid, least))
         picks = placing.placed(picks, observation, plan, pool.name)
         _order(acted, pool.name, picks, step.grow, plan, decision_id, reasons, now_s=now_s)
         surge = chosen[place].picks(step.surge[place])

@@ -92,6 +92,9 @@ def decide(
     acted = acting.act(
         observation, plan, memory, pools, verdicts, said, decision_id, choices, now_s=now_s
     )
+    before = (memory.guard_p.desired, memory.guard_d.desired)
+    # Who could not be given up is still there: the other pool counts on its GPUs in vain.
+    acted.verdicts = guard.within(acted.verdicts, counts, limits, plan.budget_gpus, before)
     memory = acted.memory
     both = [
         _pool_decision(name, observation, plan, memory, verdict, proposal, count, pool, model, seen)

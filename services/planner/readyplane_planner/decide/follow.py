@@ -111,16 +111,17 @@ def follow(
     counts = (_counts(pools[0], memory), _counts(pools[1], memory))
     wanted = (targets.prefill, targets.decode)
     limits = (plan.prefill.limits, plan.decode.limits)
-    before = [memory.guard(name).desired for name in POOLS]
+    before = (memory.guard_p.desired, memory.guard_d.desired)
     bounded = [
         _held(count, was) if plan.paused else _verdict(want, count, limit)
         for want, count, limit, was in zip(wanted, counts, limits, before, strict=True)
     ]
-    verdicts = guard.budgeted((bounded[0], bounded[1]), counts, limits, plan.budget_gpus)
+    verdicts = guard.budgeted((bounded[0], bounded[1]), counts, limits, plan.budget_gpus, before)
     said = [Reason("followed", targets.why or "targets from elsewhere")]
     for name, verdict in zip(POOLS, verdicts, strict=True):
         said.extend(Reason(code, text, name) for code, text in verdict.reasons)
     acted = acting.act(observation, plan, memory, pools, verdicts, said, decision_id, now_s=now_s)
+    acted.verdicts = guard.within(acted.verdicts, counts, limits, plan.budget_gpus, before)
     after = [
         replace(acted.memory.guard(name), desired=verdict.target)
         for name, verdict in zip(POOLS, acted.verdicts, strict=True)

@@ -110,7 +110,8 @@ def judge(
         )
         verdicts.append(stances.held(care, verdict, count, bounds))
         guards.append(after)
-    pair = guard.budgeted((verdicts[0], verdicts[1]), counts, limits, plan.budget_gpus)
+    before_both = (memory.guard_p.desired, memory.guard_d.desired)
+    pair = guard.budgeted((verdicts[0], verdicts[1]), counts, limits, plan.budget_gpus, before_both)
     for name, verdict in zip(POOLS, pair, strict=True):
         for code, text in verdict.reasons:
             said.append(Reason(code, text, name))
