@@ -252,45 +252,43 @@ class Hand:
         return self._saying(call, "refused", order.worker_id, order.pool, decision_id)
 
     def _drain(self, drain: Drain, decision_id: str, epoch: int) -> Callable[[], Awaitable[Done]]:
-        async def call() -> Done:
-            if self._advice:
-                # Advice is taken as followed: the next one builds on it instead of repeating it.
-                return Done("advised", drain.worker_id, drain.pool, decision_id, self._advice)
-            await self._router.drain(
+        return self._word(
+            ("draining", "drain_failed"),
+            drain,
+            decision_id,
+            lambda: self._router.drain(
                 drain.worker_id,
                 epoch=drain.epoch,
                 reason=f"scale-down: {drain.why}",
                 deadline_s=drain.deadline_s,
                 scale_decision_id=decision_id,
                 leader_epoch=epoch,
-            )
-            return Done("draining", drain.worker_id, drain.pool, decision_id, drain.why)
-
-        return self._saying(call, "drain_failed", drain.worker_id, drain.pool, decision_id)
+            ),
+        )
 
     def _activate(
         self, one: Activation, decision_id: str, epoch: int
     ) -> Callable[[], Awaitable[Done]]:
-        async def call() -> Done:
-            if self._advice:
-                return Done("advised", one.worker_id, one.pool, decision_id, self._advice)
-            await self._router.activate(
+        return self._word(
+            ("activating", "activate_failed"),
+            one,
+            decision_id,
+            lambda: self._router.activate(
                 one.worker_id,
                 epoch=one.epoch,
                 reason=one.why,
                 deadline_s=one.deadline_s,
                 scale_decision_id=decision_id,
                 leader_epoch=epoch,
-            )
-            return Done("activating", one.worker_id, one.pool, decision_id, one.why)
-
-        return self._saying(call, "activate_failed", one.worker_id, one.pool, decision_id)
+            ),
+        )
 
     def _flip(self, flip: Flip, decision_id: str, epoch: int) -> Callable[[], Awaitable[Done]]:
-        async def call() -> Done:
-            if self._advice:
-                return Done("advised", flip.worker_id, flip.pool, decision_id, self._advice)
-            await self._router.flip(
+        return self._word(
+            ("flipping", "flip_failed"),
+            flip,
+            decision_id,
+            lambda: self._router.flip(
                 flip.worker_id,
                 role=ROLE_OF[flip.to],
                 epoch=flip.epoch,
@@ -298,10 +296,27 @@ class Hand:
                 deadline_s=flip.deadline_s,
                 scale_decision_id=decision_id,
                 leader_epoch=epoch,
-            )
-            return Done("flipping", flip.worker_id, flip.pool, decision_id, flip.why)
+            ),
+        )
 
-        return self._saying(call, "flip_failed", flip.worker_id, flip.pool, decision_id)
+    def _word(
+        self,
+        kinds: tuple[str, str],
+        one: Drain | Activation | Flip,
+        decision_id: str,
+        tell: Callable[[], Awaitable[object]],
+    ) -> Callable[[], Awaitable[Done]]:
+        """One thing that the router tells a worker; `kinds` name its outcome when told, and not."""
+        told, failed = kinds
+
+        async def call() -> Done:
+            if self._advice:
+                # Advice is taken as followed: the next one builds on it instead of repeating it.
+                return Done("advised", one.worker_id, one.pool, decision_id, self._advice)
+            await tell()
+            return Done(told, one.worker_id, one.pool, decision_id, one.why)
+
+        return self._saying(call, failed, one.worker_id, one.pool, decision_id)
 
     def _release(
         self, release: Release, decision_id: str, epoch: int
