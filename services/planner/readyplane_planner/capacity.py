@@ -101,6 +101,11 @@ class PrefillModel:
         """Tokens to compute of a mean prompt."""
         return self.own_s * self.rate
 
+    @property
+    def each(self) -> float:
+        """Tokens² that chance adds with a token of work: the mean prompt with its spread."""
+        return self.tokens * (1.0 + self.cv2)
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeModel:
@@ -309,19 +314,23 @@ def served_tokens(rate: float, steps: Iterable[tuple[float, float]], workers_max
     return tokens
 
 
-def _variance(model: PrefillModel, demand: float, rate: float) -> float:
-    """Tokens² a second by which arriving work spreads: Poisson arrivals of prompts of any length.
+def variance_of(demand: float, rate: float, each: float) -> float:
+    """Tokens² a second by which arriving work spreads: Poisson arrivals of work of any length.
 
     A busy queue decays as if it were fed at its own rate, a quiet one by what arrives.
+
+    Args:
+        demand, rate: tokens/s that arrive, and that are served. each: tokens² that a token of work
+            adds, the mean length with its spread.
     """
-    return min(rate, 1.25 * demand) * model.tokens * (1.0 + model.cv2)
+    return min(rate, 1.25 * demand) * each
 
 
 def _in_service(model: PrefillModel, workers: float) -> float:
     """Tokens being computed that keep nobody waiting: with them the chance to wait at all is
     that of Erlang C to about a tenth.
     """
-    return workers * model.tokens * (1.0 + model.cv2) / 4.0
+    return workers * model.each / 4.0
 
 
 def backlog_after(
@@ -386,7 +395,7 @@ def _ttft_s(
             1.0 - quantile,
             start=backlog,
             drift=demand - served / ahead_s,
-            variance=_variance(model, demand, rate),
+            variance=variance_of(demand, rate, model.each),
             within_s=ahead_s,
         )
     else:

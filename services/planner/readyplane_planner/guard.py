@@ -530,8 +530,8 @@ def _looked(
     return replace(
         memory,
         wants=wants,
-        surplus_since_s=_since(memory.surplus_since_s, surplus, now_s),
-        deficit_since_s=_since(memory.deficit_since_s, deficit, now_s),
+        surplus_since_s=since(memory.surplus_since_s, surplus, now_s),
+        deficit_since_s=since(memory.deficit_since_s, deficit, now_s),
     )
 
 
@@ -547,7 +547,8 @@ def _wants(
     return tuple(kept[-WANTS_MAX:])
 
 
-def _since(since_s: float | None, lasts: bool, now_s: float) -> float | None:
+def since(since_s: float | None, lasts: bool, now_s: float) -> float | None:
+    """Since when something lasts, None while it does not."""
     if not lasts:
         return None
     return now_s if since_s is None else since_s

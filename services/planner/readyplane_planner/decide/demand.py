@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from readyplane.core.profile import ClassProfile
-from readyplane_planner import capacity, forecast
+from readyplane_planner import capacity, forecast, guard
 from readyplane_planner.capacity import Correction, DecodeModel, PrefillModel
 from readyplane_planner.decide import risk
 from readyplane_planner.decide.pools import Pool
@@ -53,6 +53,8 @@ class Needs:
     Attributes:
         lasting_p, lasting_d: the part of each bound that is more than noise, tokens/s.
         uncached: mean uncached prompt tokens. osl: mean output tokens.
+        spread_p, spread_d: (tokens/s, probability) of what has to be served all the time.
+        risk: share of the requests that may be planned to be late.
     """
 
     work_p: Forecast
@@ -63,9 +65,9 @@ class Needs:
     lasting_d: float
     uncached: float
     osl: float
-    spread_p: tuple[tuple[float, float], ...] = ()
-    spread_d: tuple[tuple[float, float], ...] = ()
-    risk: float = 0.01
+    spread_p: tuple[tuple[float, float], ...]
+    spread_d: tuple[tuple[float, float], ...]
+    risk: float
 
 
 def needs(
@@ -115,6 +117,7 @@ def needs(
     # Answers begin after their prompts and last: D has the time to see the longer span.
     work_d = surged(work_d, series_d, tokens=osl, cv2=0.0, spans_s=SURGE_SPANS_S[1:])
     arriving = work_p.level * knobs.window_s / uncached
+    arriving_d = work_d.level * knobs.window_s / osl
     needs_now = Needs(
         work_p,
         work_d,
@@ -124,10 +127,6 @@ def needs(
         lasting(work_d, arriving=arriving, cv2=0.0, plan=plan),
         uncached,
         osl,
-    )
-    arriving_d = work_d.level * knobs.window_s / osl
-    needs_now = replace(
-        needs_now,
         spread_p=spread(series_p, work_p, plan, arriving=arriving, cv2=cv2),
         spread_d=spread(series_d, work_d, plan, arriving=arriving_d, cv2=0.0),
         risk=risk.of(budget, plan.risk, arrivals=averages.requests / LENGTHS_TAU_S),
@@ -140,7 +139,7 @@ def needs(
         averages=averages,
         budget=budget,
         uneven=uneven,
-        idle_since_s=(memory.idle_since_s or now_s) if observation.idle else None,
+        idle_since_s=guard.since(memory.idle_since_s, observation.idle, now_s),
         correct_p=correct_p,
         correct_d=correct_d,
         bad_samples=memory.bad_samples + len(observation.bad),

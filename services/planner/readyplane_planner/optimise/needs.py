@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from readyplane_planner.capacity import OUTPUT_CV2, steady_sequences
+from readyplane_planner.capacity import OUTPUT_CV2, steady_sequences, variance_of
 from readyplane_planner.optimise.loss import expected, lost_share, stepped_back
 from readyplane_planner.optimise.values import Demand, Need, Problem
 
@@ -57,7 +57,7 @@ def decode_need(problem: Problem) -> Need:
 def late_prompts(problem: Problem) -> Late:
     """Share of the prompts whose wait for P is longer than the TTFT target leaves room for."""
     model, slack = problem.prefill, slack_s(problem)
-    each = model.tokens * (1.0 + model.cv2)
+    each = model.each
 
     def late(workers: float, spread: Spread) -> float:
         rate = workers * model.rate
@@ -65,7 +65,7 @@ def late_prompts(problem: Problem) -> Late:
         wall = rate * slack + each * (0.3 + 0.7 * math.sqrt(workers))
 
         def lost(demand: float) -> float:
-            variance = min(rate, 1.25 * demand) * each * model.dispersion
+            variance = variance_of(demand, rate, each * model.dispersion)
             work = lost_share(demand, capacity=rate, wall=wall, variance=variance)
             return stepped_back(work, cv2=model.cv2)
 
@@ -94,7 +94,7 @@ def late_answers(problem: Problem) -> Late:
         def lost(demand: float) -> float:
             free = max(0.0, places - steady_sequences(model, demand, workers))
             wall = capacity * slack + free * model.osl
-            variance = min(capacity, 1.25 * demand) * each
+            variance = variance_of(demand, capacity, each)
             return lost_share(demand, capacity=capacity, wall=wall, variance=variance)
 
         return expected(spread, lost)

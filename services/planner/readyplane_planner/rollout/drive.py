@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from readyplane_planner import guard
 from readyplane_planner.rollout import health, moves
 from readyplane_planner.rollout.events import Seen, event_of, short
 from readyplane_planner.rollout.health import Finding
@@ -180,7 +181,7 @@ def _watched(state: Rollout, seen: Seen) -> tuple[Rollout, Finding | None]:
         evidence = health.gather(state.evidence, facts.tallies, "", rules, now_s=now_s)
         return replace(state, evidence=evidence), None
     idle_since_s = state.idle_since_s
-    idle_since_s = (now_s if idle_since_s is None else idle_since_s) if facts.idle else None
+    idle_since_s = guard.since(idle_since_s, facts.idle, now_s)
     goal = state.goal.digest
     evidence = health.gather(state.evidence, facts.tallies, goal, rules, now_s=now_s)
     if facts.late is not None:
