@@ -42,21 +42,19 @@ class Held:
     waited_s: float
     sent_s: float
     heard_s: float
+    slo: Slo
     emitted: int = 0
     prefilling: bool = True
     reading: bool = True  # the prefill end's KV is still needed
     in_store: bool = False
     first_token_seen: bool = False
     pair: Pair | None = None
-    slo: Slo | None = None
     first_token_s: float | None = None
 
     def late(self, now_s: float) -> bool:
         """Whether it can hardly meet its targets any more: no first token in time, or tokens that
         come too slowly, as far as was told of it.
         """
-        if self.slo is None:
-            return False
         if self.first_token_s is None:
             return now_s - (self.sent_s - self.waited_s) > self.slo.ttft_s
         told_s = self.heard_s - self.first_token_s
@@ -180,7 +178,7 @@ class Bookings:
             waited_s,
             now_s,
             now_s,
-            slo=shape.slo or self.policy.pair.slo,
+            shape.slo or self.policy.pair.slo,
         )
         self.held[reservation_id] = held
         self._picks += 1
@@ -188,7 +186,7 @@ class Bookings:
         if not p.works:
             p.head_since_s = now_s
         if p.lent and p.decoding:
-            p.lent_until_s = now_s + made_up_s(p, terms.prefill_s, held.slo or self.policy.pair.slo)
+            p.lent_until_s = now_s + made_up_s(p, terms.prefill_s, held.slo)
         p.works[reservation_id] = terms.prefill_s
         p.work_s += terms.prefill_s
         p.prefill_tokens += uncached
