@@ -7,6 +7,7 @@ VENV := .venv
 GEN := .venv-gen
 COMPOSE := .venv-compose
 DYNOSIM := .venv-dynosim
+PEERS := .venv-peers
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 # Two quiet flags: the closing word is pip's errors, not its progress.
@@ -107,7 +108,7 @@ lock: ## Renew the lock files (needs uv on PATH).
 	@tools/lock.sh
 
 clean: ## Remove the environments, the caches and what was built.
-	rm -rf $(VENV) $(GEN) $(COMPOSE) $(DYNOSIM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GEN) $(COMPOSE) $(DYNOSIM) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ------------------------------------------------------------------- validity
@@ -126,3 +127,16 @@ bench-validity: setup $(DYNOSIM)/stamp ## How true the simulator is, against for
 .PHONY: bench-dynosim
 bench-dynosim: setup $(DYNOSIM)/stamp ## Our planner in Dynamo's simulator, beside fleets that do not change (ARGS).
 	$(PY) -m bench.dynosim_planner $(ARGS)
+
+# ---------------------------------------------------------------------- router
+
+# What the router is compared with. Without it the benches say "not run".
+$(PEERS)/stamp: tools/requirements-peers.lock
+	@python="$$(tools/find-python.sh)"; \
+	test -x $(PEERS)/bin/python || "$$python" -m venv $(PEERS)
+	@if $(PEERS)/bin/pip install $(PIP_FLAGS) --no-deps --require-hashes -r $<; then touch $@; \
+	else echo "setup: the peers could not be had; the comparison with them is left out" >&2; fi
+
+.PHONY: bench-router
+bench-router: setup $(PEERS)/stamp ## The router beside its peers: what picking a pair costs (ARGS).
+	$(PY) -m bench.router $(ARGS)

