@@ -111,6 +111,7 @@ async def two(world: World, **changes: Any) -> Two:
             store, name=MODEL, holder=name, ttl_s=TTL_S, now_s=world.clock.monotonic_s
         )
         run.service._journal = run.service._succession._journal = runs[0].journal
+        run.service._in_force._journal = runs[0].journal
         run.journal = runs[0].journal
         run.service._make_id = ids_of(name)
         run.service._hand._actuator = line

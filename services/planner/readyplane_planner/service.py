@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from readyplane.core.errors import Conflict, NotFound, ReadyplaneError, Unavailable
+from readyplane.core.errors import ReadyplaneError, Unavailable
 from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Router
 from readyplane_planner.actuators import Hand, refusals
 from readyplane_planner.decide import Decision, Memory, Plan, decide
 from readyplane_planner.decide.follow import Brain
 from readyplane_planner.explain import explanation
+from readyplane_planner.in_force import InForce
 from readyplane_planner.journal import (
     Inputs,
     Journal,
-    StoredPolicy,
     checked_id,
     record_of,
     row_of,
@@ -34,16 +34,7 @@ from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.optimisers import thinker
 from readyplane_planner.outcomes import Follower, Judge
 from readyplane_planner.places import Places, Resolver
-from readyplane_planner.policy import (
-    Policy,
-    as_stored,
-    kept,
-    make_plan,
-    merged,
-    policy_warnings,
-    pool_profiles,
-    read_policy,
-)
+from readyplane_planner.policy import Policy, make_plan
 from readyplane_planner.recall import recall
 from readyplane_planner.signals import Observation, RouterSample, observe, stands_still
 from readyplane_planner.sources import Look, LooksBeyond, Sources, allocations
@@ -113,10 +104,7 @@ class PlannerService:
         brain: Brain = decide,
         beyond: LooksBeyond | None = None,
     ) -> None:
-        self._policy = policy
         self._brain = brain
-        self._version = 0
-        self._profiles = pool_profiles(policy)
         self._digest = ""
         self._resolve_error = ""
         self._resolved_s: float | None = None
@@ -129,6 +117,13 @@ class PlannerService:
         self._make_id = make_id
         self._metrics = metrics
         self._upkeep = upkeep or Upkeep()
+        self._in_force = InForce(
+            policy,
+            journal,
+            clock=clock,
+            every_s=self._upkeep.policy_every_s,
+            changed=self._obey,
+        )
         self._sources = Sources(
             router,
             actuator,
@@ -158,17 +153,14 @@ class PlannerService:
         self._kick = asyncio.Event()
         self._succession = Succession(journal, clock)
         self._thinker = thinker(policy.optimiser, budget_s=self._upkeep.optimiser_s)
-        self._warnings: list[dict[str, Any]] = []
         self._lead_error = ""
         self._degraded = ""
-        self._policy_error = ""
         self._advised = False
-        self._refreshed_s = float("-inf")
         self._begun = False
         self.upgrades = Upgrades(
             self,
             registry,
-            profiles=lambda: self._profiles,
+            profiles=lambda: self._in_force.profiles,
             leading=lambda: leadership.leading,
             clock=clock,
         )
@@ -180,9 +172,7 @@ class PlannerService:
 
         The given policy is stored as version 1 where there is none yet.
         """
-        if await self._journal.policy(self._policy.model) is None:
-            await self._put(self._policy, expected_version=0)
-        await self._refresh()
+        await self._in_force.begin()
         wall_s, now_s = self._clock.wall_s(), self._clock.monotonic_s()
         ready = await self._journal.outcomes(self._policy.model, "ready", limit=128)
         self._book.recall((o.document, now_s - max(0.0, wall_s - o.at_s)) for o in reversed(ready))
@@ -198,10 +188,7 @@ class PlannerService:
 
         What people asked for stays: only they let go (see `kept`).
         """
-        await self._refresh()
-        policy = kept(policy, self._policy)
-        if policy.digest != self._policy.digest:
-            await self.set_policy(policy.document())
+        await self._in_force.adopt(policy)
 
     async def run(self) -> None:
         """Tick for ever. A tick that fails is logged and counted, and the next one comes in time."""
@@ -225,7 +212,8 @@ class PlannerService:
         look = await self._look()
         leading = leading and not look.deposed
         await self._resolve()
-        await self._follow_policy(started_s)
+        self._serve_again()
+        await self._in_force.follow(started_s)
         done = self._hand.collect()
         if self._metrics is not None:
             for call in done:
@@ -300,7 +288,7 @@ class PlannerService:
         self._previous, self._current = self._current, router or self._current
         self._degraded = look.router_error or still or look.actuator_error or self._lead_error
         degraded = self._degraded or self._hand.advice
-        self._degraded = "; ".join(filter(None, (degraded, self._policy_error)))
+        self._degraded = "; ".join(filter(None, (degraded, self._in_force.error)))
         return look
 
     def _awaited(self) -> set[str]:
@@ -346,13 +334,13 @@ class PlannerService:
         self._digest, self._resolve_error, self._resolved_s = manifest.digest, "", now_s
 
     def _plan(self, *, leading: bool) -> Plan:
-        key = (self._version, self._digest, leading)
+        key = (self._in_force.version, self._digest, leading)
         if self._plans is None or self._plans[0] != key:
             plan = make_plan(
                 self._policy,
-                version=self._version,
+                version=self._in_force.version,
                 manifest_digest=self._digest,
-                profiles=self._profiles,
+                profiles=self._in_force.profiles,
             )
             # A planner that does not lead watches: it holds everything, and acts on nothing.
             self._plans = key, plan if leading else replace(plan, paused=True)
@@ -446,18 +434,18 @@ class PlannerService:
 
     def _document(self, seen: Seen) -> dict[str, Any]:
         state = state_document(seen, state_pools(seen), self._recent)
-        return {**state, "policy_warnings": self._warnings}
+        return {**state, "policy_warnings": self._in_force.warnings}
 
     async def state(self, model: str = "") -> dict[str, Any]:
         """See the port. Raises NotFound for another model, Unavailable before the first tick."""
-        self._check(model)
+        self._in_force.check(model)
         if self._last is None:
             raise Unavailable("the planner has not looked yet", "ask again in a moment")
         return {**self._document(self._last), "history": self._history.document()}
 
     async def watch_state(self, model: str = "") -> AsyncIterator[dict[str, Any]]:
         """See the port; a watcher that falls behind gets the newest state."""
-        self._check(model)
+        self._in_force.check(model)
         if len(self._watchers) >= WATCHERS_MAX:
             raise Unavailable(f"{WATCHERS_MAX} watchers are connected", "close one of them")
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)
@@ -476,7 +464,7 @@ class PlannerService:
         self, *, model: str = "", limit: int = 50, changes_only: bool = False, before: int = 0
     ) -> list[dict[str, Any]]:
         """See the port. `before`: a `sequence` to go on from."""
-        self._check(model)
+        self._in_force.check(model)
         records = await self._journal.newest(
             self._policy.model, limit=max(1, limit), changes_only=changes_only, before=before
         )
@@ -495,7 +483,7 @@ class PlannerService:
 
     async def what_if(self, changes: Mapping[str, str], *, model: str = "") -> dict[str, Any]:
         """See the port. Asked of the inputs of the last tick; raises Unavailable before the first."""
-        self._check(model)
+        self._in_force.check(model)
         if self._inputs is None:
             raise Unavailable("the planner has not looked yet", "ask again in a moment")
         budget_s = self._upkeep.optimiser_s
@@ -505,8 +493,8 @@ class PlannerService:
 
     async def get_policy(self, model: str = "") -> tuple[dict[str, Any], int]:
         """See the port."""
-        self._check(model)
-        return self._policy.document(), self._version
+        self._in_force.check(model)
+        return self._policy.document(), self._in_force.version
 
     async def set_policy(
         self,
@@ -517,25 +505,13 @@ class PlannerService:
         expected_version: int = 0,
     ) -> tuple[dict[str, Any], int]:
         """See the port. In force from the next tick, which comes at once."""
-        self._check(model)
-        await self._refresh()
-        if expected_version and expected_version != self._version:
-            raise Conflict(
-                "policy version",
-                expected_version,
-                self._version,
-                "read the policy again and repeat the change",
-            )
-        wanted = merged(self._policy, policy) if merge else read_policy(policy)
-        if wanted.model != self._policy.model:
-            raise NotFound("model", wanted.model, f"this planner plans {self._policy.model}")
-        stored = await self._put(wanted, expected_version=self._version)
-        self._use(wanted, stored.version)
-        return wanted.document(), stored.version
+        return await self._in_force.set(
+            policy, model=model, merge=merge, expected_version=expected_version
+        )
 
     async def set_paused(self, paused: bool, *, model: str = "", reason: str = "") -> bool:
         """See the port. Kept in the policy, so that a restart does not let go by itself."""
-        self._check(model)
+        self._in_force.check(model)
         if self._policy.paused is not paused:
             await self.set_policy({"paused": paused}, merge=True)
             log.info("paused" if paused else "let go", extra={"why": reason})
@@ -543,49 +519,27 @@ class PlannerService:
 
     def tell_policy_error(self, text: str) -> None:
         """What is wrong with a policy file that somebody watches; shown until it is right."""
-        self._policy_error = text
+        self._in_force.error = text
 
-    async def _follow_policy(self, now_s: float) -> None:
-        """Now and then the newest version; the one in force stays while the journal is away."""
+    @property
+    def _policy(self) -> Policy:
+        return self._in_force.policy
+
+    def _serve_again(self) -> None:
+        """What was only advised to drain still serves, and is wanted until it is decided anew."""
         if self._advised and not self._policy.advisory:
-            # What was only advised to drain still serves, and is wanted until it is decided anew.
             self._memory = replace(self._memory, draining=())
         self._advised = self._policy.advisory
-        if now_s - self._refreshed_s < self._upkeep.policy_every_s:
-            return
-        self._refreshed_s = now_s
-        try:
-            await self._refresh()
-        except ReadyplaneError as error:
-            log.warning("the policy in force stays: %s", error)
 
-    async def _refresh(self) -> None:
-        """Take the newest version: another planner of this model may have been told."""
-        stored = await self._journal.policy(self._policy.model)
-        if stored is not None and stored.version > self._version:
-            self._use(read_policy(as_stored(stored.document)), stored.version)
-
-    async def _put(self, policy: Policy, *, expected_version: int) -> StoredPolicy:
-        wanted = StoredPolicy(policy.model, 0, policy.document(), self._clock.wall_s())
-        return await self._journal.put_policy(wanted, expected_version=expected_version)
-
-    def _use(self, policy: Policy, version: int) -> None:
-        self._profiles = pool_profiles(policy)
-        if policy.optimiser != self._policy.optimiser or self._thinker is None:
+    def _obey(self, before: Policy, policy: Policy) -> None:
+        """Another version has come into force."""
+        if policy.optimiser != before.optimiser or self._thinker is None:
             self._thinker = thinker(policy.optimiser, budget_s=self._upkeep.optimiser_s)
-        asked = policy.rollout.asked != self._policy.rollout.asked
-        if asked or policy.reference != self._policy.reference:
+        asked = policy.rollout.asked != before.rollout.asked
+        if asked or policy.reference != before.reference:
             self._resolved_s = None
         self._hand.advise(policy.advisory)
-        self._policy, self._version = policy, version
-        self._warnings = policy_warnings(policy, self._profiles)
-        for warned in self._warnings:
-            log.warning(warned["text"], extra={"code": warned["code"]})
         self._kick.set()
-
-    def _check(self, model: str) -> None:
-        if model and model != self._policy.model:
-            raise NotFound("model", model, f"this planner plans {self._policy.model}")
 
     async def _pause(self, seconds: float) -> None:
         """Until the next tick is due, or something asks for one now."""

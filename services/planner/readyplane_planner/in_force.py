@@ -1,0 +1,130 @@
+"""The policy in force: read, changed by compare-and-set, followed when another planner changed it.
+
+Owns which version counts, its profiles and what it asks for in vain, and storing the next version.
+Hands each new one to the service, which plans by it from its next tick.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from readyplane.core.errors import Conflict, NotFound, ReadyplaneError
+from readyplane.kit.clock import Clock
+from readyplane_planner.journal import Journal, StoredPolicy
+from readyplane_planner.policy import (
+    Policy,
+    as_stored,
+    kept,
+    merged,
+    policy_warnings,
+    pool_profiles,
+    read_policy,
+)
+
+log = logging.getLogger(__name__)
+
+
+class InForce:
+    """Args:
+    policy: what is wanted until the journal holds a newer version.
+    every_s: so often a newer version is looked up.
+    changed: told (before, now) when another version comes into force.
+
+    Attributes:
+        error: what is wrong with a policy file that somebody watches, else empty.
+        warnings: what the policy asks for and cannot get, as JSON objects.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        journal: Journal,
+        *,
+        clock: Clock,
+        every_s: float,
+        changed: Callable[[Policy, Policy], None],
+    ) -> None:
+        self.policy = policy
+        self.version = 0
+        self.profiles = pool_profiles(policy)
+        self.warnings: list[dict[str, Any]] = []
+        self.error = ""
+        self._journal = journal
+        self._clock = clock
+        self._every_s = every_s
+        self._changed = changed
+        self._refreshed_s = float("-inf")
+
+    async def begin(self) -> None:
+        """Take the newest version; the given policy is stored as version 1 where there is none."""
+        if await self._journal.policy(self.policy.model) is None:
+            await self._put(self.policy, expected_version=0)
+        await self.refresh()
+
+    async def adopt(self, policy: Policy) -> None:
+        """See PlannerService."""
+        await self.refresh()
+        policy = kept(policy, self.policy)
+        if policy.digest != self.policy.digest:
+            await self.set(policy.document())
+
+    async def set(
+        self,
+        policy: Mapping[str, Any],
+        *,
+        model: str = "",
+        merge: bool = False,
+        expected_version: int = 0,
+    ) -> tuple[dict[str, Any], int]:
+        """See the planner's port."""
+        self.check(model)
+        await self.refresh()
+        if expected_version and expected_version != self.version:
+            raise Conflict(
+                "policy version",
+                expected_version,
+                self.version,
+                "read the policy again and repeat the change",
+            )
+        wanted = merged(self.policy, policy) if merge else read_policy(policy)
+        if wanted.model != self.policy.model:
+            raise NotFound("model", wanted.model, f"this planner plans {self.policy.model}")
+        stored = await self._put(wanted, expected_version=self.version)
+        self._use(wanted, stored.version)
+        return wanted.document(), stored.version
+
+    async def follow(self, now_s: float) -> None:
+        """Now and then the newest version; the one in force stays while the journal is away."""
+        if now_s - self._refreshed_s < self._every_s:
+            return
+        self._refreshed_s = now_s
+        try:
+            await self.refresh()
+        except ReadyplaneError as error:
+            log.warning("the policy in force stays: %s", error)
+
+    async def refresh(self) -> None:
+        """Take the newest version: another planner of this model may have been told."""
+        stored = await self._journal.policy(self.policy.model)
+        if stored is not None and stored.version > self.version:
+            self._use(read_policy(as_stored(stored.document)), stored.version)
+
+    def check(self, model: str) -> None:
+        """Raises NotFound for another model than the policy's."""
+        if model and model != self.policy.model:
+            raise NotFound("model", model, f"this planner plans {self.policy.model}")
+
+    async def _put(self, policy: Policy, *, expected_version: int) -> StoredPolicy:
+        wanted = StoredPolicy(policy.model, 0, policy.document(), self._clock.wall_s())
+        return await self._journal.put_policy(wanted, expected_version=expected_version)
+
+    def _use(self, policy: Policy, version: int) -> None:
+        before = self.policy
+        self.profiles = pool_profiles(policy)
+        self.policy, self.version = policy, version
+        self.warnings = policy_warnings(policy, self.profiles)
+        for warned in self.warnings:
+            log.warning(warned["text"], extra={"code": warned["code"]})
+        self._changed(before, policy)
