@@ -367,7 +367,8 @@ def test_a_wrong_setting_is_one_clear_line(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    from readyplane_router.__main__ import main, read_policy
+    from readyplane_router.__main__ import main
+    from readyplane_router.given import read_policy
 
     if policy:
         from readyplane.core.errors import InvalidField

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from readyplane.client import RegistryClient, RouterClient
 from readyplane.kit.clock import SystemClock
 from readyplane.kit.server import ServiceServer, run_service
 from readyplane.kit.settings import parse_settings
 from readyplane.kit.telemetry import metrics, setup_logging
+from readyplane.ports import Registry, Router
 from readyplane_gateway.api import Api
 from readyplane_gateway.service import Gateway
 from readyplane_gateway.settings import GatewaySettings
@@ -18,6 +21,8 @@ DESCRIPTION = """OpenAI-compatible gateway: pairs each request, runs prefill leg
 
 example: python -m readyplane_gateway --router 127.0.0.1:7002 --http-port 8000"""
 
+Work = Callable[[], Coroutine[Any, Any, None]]
+
 
 async def serve() -> None:
     """Build the parts and run until told to stop."""
@@ -25,11 +30,52 @@ async def serve() -> None:
         GatewaySettings, sys.argv[1:], prog="readyplane_gateway", description=DESCRIPTION
     )
     setup_logging("gateway", settings.log_level)
-    settings.need("router")
-    router = RouterClient(settings.router, token=settings.token)
     registry = (
         RegistryClient(settings.registry, token=settings.token) if settings.registry else None
     )
+    router, beside, close = await _router(settings, registry)
+    try:
+        await _serve(settings, router, registry, beside)
+    finally:
+        await close()
+        if registry is not None:
+            await registry.aclose()
+
+
+async def _router(
+    settings: GatewaySettings, registry: Registry | None
+) -> tuple[Router, Sequence[Work], Work]:
+    """Who chooses pairs, what runs beside it, and how it is closed.
+
+    Raises:
+        InvalidField: a setting that the chosen way needs. Unavailable, Refused: the store.
+    """
+    if settings.pairing == "grpc":
+        settings.need("router")
+        client = RouterClient(settings.router, token=settings.token)
+        return client, (), client.aclose
+    # Only here, so that a gateway that asks a router loads neither its brain nor a Redis client.
+    from readyplane_router.embedded import EmbeddedRouter
+
+    settings.need("redis_url")
+    brain = EmbeddedRouter(
+        redis_url=settings.redis_url,
+        policy_file=settings.policy_file,
+        profiles_dir=settings.profiles_dir,
+        registry=registry,
+        clock=SystemClock(),
+        metrics=metrics,
+    )
+    await brain.start()
+    return brain.service, (brain.run,), brain.aclose
+
+
+async def _serve(
+    settings: GatewaySettings,
+    router: Router,
+    registry: Registry | None,
+    beside: Sequence[Work],
+) -> None:
     gateway = Gateway(
         router=router,
         registry=registry,
@@ -52,20 +98,16 @@ async def serve() -> None:
         await gateway.fleet_known()
         server.set_ready(True)
 
-    try:
-        await server.run(
-            background=(
-                gateway.tell_router,
-                gateway.watch_fleet,
-                gateway.watch_published,
-                say_when_ready,
-            ),
-            on_stop=gateway.stop,
-        )
-    finally:
-        await router.aclose()
-        if registry is not None:
-            await registry.aclose()
+    await server.run(
+        background=(
+            *beside,
+            gateway.tell_router,
+            gateway.watch_fleet,
+            gateway.watch_published,
+            say_when_ready,
+        ),
+        on_stop=gateway.stop,
+    )
 
 
 def main() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
 from pydantic import Field
 
 from readyplane.core.work import Slo
@@ -17,6 +20,17 @@ class GatewaySettings(ServiceSettings):
 
     gateway_api_key: str = Field(
         "", repr=False, description="key that clients send as bearer token; empty lets all in"
+    )
+    pairing: Literal["grpc", "embedded"] = Field(
+        "grpc",
+        description="who chooses pairs: the router at --router over gRPC, or a replica of it "
+        "embedded here, over the same Redis (--redis-url)",
+    )
+    policy_file: Path | None = Field(
+        None, description="router policy as JSON, the same as the routers' (pairing embedded)"
+    )
+    profiles_dir: Path | None = Field(
+        None, description="folder of class profiles, *.json (pairing embedded)"
     )
     engine_token: str = Field("", repr=False, description="bearer token that the engines want")
     show_pair: bool = Field(True, description="name workers and reservation in answer headers")

@@ -5,20 +5,13 @@ Owns the wiring of stores, use-cases and ports; everything it wires is tested wi
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import logging
 import secrets
 import sys
 from pathlib import Path
 
 from pydantic import Field
 
-from readyplane import profiles as shipped
 from readyplane.client import RegistryClient
-from readyplane.core.errors import InvalidField, Unavailable
-from readyplane.core.profile import ClassProfile
 from readyplane.kit.clock import SystemClock
 from readyplane.kit.database import async_engine, migrate
 from readyplane.kit.redis import check_eviction, connect
@@ -26,16 +19,13 @@ from readyplane.kit.server import ServiceServer, run_service
 from readyplane.kit.settings import ServiceSettings, parse_settings
 from readyplane.kit.telemetry import metrics, setup_logging
 from readyplane_router import api, rpc
+from readyplane_router.given import read_policy, read_profiles, started
 from readyplane_router.metrics import RouterCollector, StartMetrics
-from readyplane_router.policy import RouterPolicy
 from readyplane_router.postgres import PostgresEpochs
 from readyplane_router.redis import RedisStore
 from readyplane_router.service import RouterService
 
 PACKAGE = "readyplane_router"
-WAIT_FOR_STORES_S_MAX = 30.0
-
-log = logging.getLogger(__name__)
 
 
 class RouterSettings(ServiceSettings):
@@ -43,43 +33,6 @@ class RouterSettings(ServiceSettings):
 
     policy_file: Path | None = Field(None, description="router policy as JSON (see README)")
     profiles_dir: Path | None = Field(None, description="folder of class profiles, *.json")
-
-
-def read_policy(path: Path | None) -> RouterPolicy:
-    """The policy in a file, or the default.
-
-    Raises:
-        InvalidField: the file, or a field in it.
-    """
-    if path is None:
-        return RouterPolicy()
-    return RouterPolicy.from_document(_json(path, "policy_file"))
-
-
-def read_profiles(folder: Path | None) -> dict[str, ClassProfile]:
-    """The profiles that ship with Readyplane, and those of a folder, by name.
-
-    Raises:
-        InvalidField: the folder, or a profile in it.
-    """
-    found = {name: shipped.load(name) for name in shipped.names()}
-    if folder is not None:
-        if not folder.is_dir():
-            raise InvalidField("profiles_dir", str(folder), "give a folder of *.json profiles")
-        for path in sorted(folder.glob("*.json")):
-            profile = shipped.load(str(path))
-            found[profile.name] = profile
-    return found
-
-
-def _json(path: Path, field: str) -> dict[str, object]:
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidField(field, str(path), f"give a readable JSON file ({error})") from error
-    if not isinstance(document, dict):
-        raise InvalidField(field, str(path), "give a JSON object")
-    return document
 
 
 async def serve(settings: RouterSettings) -> None:
@@ -111,7 +64,7 @@ async def serve(settings: RouterSettings) -> None:
             on_admitted=starts.admitted,
             on_followed=starts.followed,
         )
-        await _started(service)
+        await started(service)
         metrics.register(RouterCollector(service))
         server = ServiceServer("router", settings)
         server.add_grpc(lambda s: rpc.register(s, service, clock), rpc.FULL_NAME)
@@ -122,20 +75,6 @@ async def serve(settings: RouterSettings) -> None:
         await engine.dispose()
         if registry is not None:
             await registry.aclose()
-
-
-async def _started(service: RouterService) -> None:
-    """Take over what the store knows, waiting a while for it: not ready before (B51)."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(WAIT_FOR_STORES_S_MAX):
-            while True:
-                try:
-                    await service.start()
-                    return
-                except Unavailable as error:
-                    log.warning("waiting for the stores", extra={"error": str(error)})
-                    await asyncio.sleep(1.0)
-    raise Unavailable("the stores did not answer", "check that Postgres and Redis run")
 
 
 def main(argv: list[str] | None = None) -> None:
