@@ -520,6 +520,94 @@ class FlipResponse(google.protobuf.message.Message):
 Global___FlipResponse: typing_extensions.TypeAlias = FlipResponse
 
 @typing.final
+class RationOrder(google.protobuf.message.Message):
+    """Who is admitted while not everybody can be: whoever is less important than `priority` is
+    refused, and of those who have it, all but a share of their prompt tokens.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: builtins.int
+    ADMIT_SHARE_FIELD_NUMBER: builtins.int
+    TTL_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    SCALE_DECISION_ID_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_DURATION_FIELD_NUMBER: builtins.int
+    priority: builtins.int
+    admit_share: builtins.float
+    """0 to 1."""
+    reason: builtins.str
+    scale_decision_id: builtins.str
+    @property
+    def ttl(self) -> google.protobuf.duration_pb2.Duration:
+        """Of an order: how long it lasts. Of one in force: how long it still does."""
+
+    @property
+    def retry_after_duration(self) -> google.protobuf.duration_pb2.Duration:
+        """When whoever is refused may come again; as the planner expects, beyond the ttl too."""
+
+    def __init__(
+        self,
+        *,
+        priority: builtins.int = ...,
+        admit_share: builtins.float = ...,
+        ttl: google.protobuf.duration_pb2.Duration | None = ...,
+        reason: builtins.str = ...,
+        scale_decision_id: builtins.str = ...,
+        retry_after_duration: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["retry_after_duration", b"retry_after_duration", "ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["admit_share", b"admit_share", "priority", b"priority", "reason", b"reason", "retry_after_duration", b"retry_after_duration", "scale_decision_id", b"scale_decision_id", "ttl", b"ttl"]) -> None: ...
+
+Global___RationOrder: typing_extensions.TypeAlias = RationOrder
+
+@typing.final
+class RationRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    model: builtins.str
+    leader_epoch: builtins.int
+    """Leadership number of the planner that asks; 0 for a person."""
+    @property
+    def order(self) -> Global___RationOrder: ...
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        model: builtins.str = ...,
+        order: Global___RationOrder | None = ...,
+        leader_epoch: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["order", b"order"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["leader_epoch", b"leader_epoch", "model", b"model", "order", b"order", "request_id", b"request_id"]) -> None: ...
+
+Global___RationRequest: typing_extensions.TypeAlias = RationRequest
+
+@typing.final
+class RationResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: builtins.int
+    @property
+    def order(self) -> Global___RationOrder:
+        """In force from now on; absent for none."""
+
+    def __init__(
+        self,
+        *,
+        order: Global___RationOrder | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["order", b"order"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["order", b"order"]) -> None: ...
+
+Global___RationResponse: typing_extensions.TypeAlias = RationResponse
+
+@typing.final
 class ListWorkersRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -899,6 +987,8 @@ class ModelSignals(google.protobuf.message.Message):
     TPOT_PREDICTED_FIELD_NUMBER: builtins.int
     LENGTH_COUNTS_FIELD_NUMBER: builtins.int
     GENERATIONS_FIELD_NUMBER: builtins.int
+    PRIORITIES_FIELD_NUMBER: builtins.int
+    RATION_FIELD_NUMBER: builtins.int
     model: builtins.str
     arrivals_total: builtins.int
     arrival_tokens_total: builtins.int
@@ -939,6 +1029,16 @@ class ModelSignals(google.protobuf.message.Message):
     def generations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GenerationSignals]:
         """The same ends by generation, for the newest artifacts that served."""
 
+    @property
+    def priorities(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PrioritySignals]:
+        """Arrivals by priority, the highest first; of many only the first that came have an entry of
+        their own.
+        """
+
+    @property
+    def ration(self) -> Global___RationOrder:
+        """The order of admission in force; absent for none."""
+
     def __init__(
         self,
         *,
@@ -967,11 +1067,40 @@ class ModelSignals(google.protobuf.message.Message):
         tpot_predicted: Global___LatencyWindow | None = ...,
         length_counts: collections.abc.Iterable[builtins.float] | None = ...,
         generations: collections.abc.Iterable[Global___GenerationSignals] | None = ...,
+        priorities: collections.abc.Iterable[Global___PrioritySignals] | None = ...,
+        ration: Global___RationOrder | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["tpot_actual", b"tpot_actual", "tpot_predicted", b"tpot_predicted", "ttft_actual", b"ttft_actual", "ttft_predicted", b"ttft_predicted"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborted_total", b"aborted_total", "arrival_tokens_total", b"arrival_tokens_total", "arrival_uncached_tokens_total", b"arrival_uncached_tokens_total", "arrivals_total", b"arrivals_total", "attained_total", b"attained_total", "decoding_kv_tokens", b"decoding_kv_tokens", "decoding_remaining_tokens", b"decoding_remaining_tokens", "decoding_requests", b"decoding_requests", "finished_prompt_tokens_total", b"finished_prompt_tokens_total", "finished_total", b"finished_total", "generations", b"generations", "handovers_total", b"handovers_total", "length_counts", b"length_counts", "model", b"model", "output_tokens_total", b"output_tokens_total", "prefilling_requests", b"prefilling_requests", "prefilling_tokens", b"prefilling_tokens", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "refused_total", b"refused_total", "repaired_total", b"repaired_total", "tpot_actual", b"tpot_actual", "tpot_predicted", b"tpot_predicted", "ttft_actual", b"ttft_actual", "ttft_predicted", b"ttft_predicted"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["ration", b"ration", "tpot_actual", b"tpot_actual", "tpot_predicted", b"tpot_predicted", "ttft_actual", b"ttft_actual", "ttft_predicted", b"ttft_predicted"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["aborted_total", b"aborted_total", "arrival_tokens_total", b"arrival_tokens_total", "arrival_uncached_tokens_total", b"arrival_uncached_tokens_total", "arrivals_total", b"arrivals_total", "attained_total", b"attained_total", "decoding_kv_tokens", b"decoding_kv_tokens", "decoding_remaining_tokens", b"decoding_remaining_tokens", "decoding_requests", b"decoding_requests", "finished_prompt_tokens_total", b"finished_prompt_tokens_total", "finished_total", b"finished_total", "generations", b"generations", "handovers_total", b"handovers_total", "length_counts", b"length_counts", "model", b"model", "output_tokens_total", b"output_tokens_total", "prefilling_requests", b"prefilling_requests", "prefilling_tokens", b"prefilling_tokens", "priorities", b"priorities", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "ration", b"ration", "refused_total", b"refused_total", "repaired_total", b"repaired_total", "tpot_actual", b"tpot_actual", "tpot_predicted", b"tpot_predicted", "ttft_actual", b"ttft_actual", "ttft_predicted", b"ttft_predicted"]) -> None: ...
 
 Global___ModelSignals: typing_extensions.TypeAlias = ModelSignals
+
+@typing.final
+class PrioritySignals(google.protobuf.message.Message):
+    """What arrived with one priority, since the router began."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: builtins.int
+    ARRIVALS_TOTAL_FIELD_NUMBER: builtins.int
+    ARRIVAL_UNCACHED_TOKENS_TOTAL_FIELD_NUMBER: builtins.int
+    RATIONED_TOTAL_FIELD_NUMBER: builtins.int
+    priority: builtins.int
+    arrivals_total: builtins.int
+    arrival_uncached_tokens_total: builtins.int
+    rationed_total: builtins.int
+    """Refused by an order of admission; among the arrivals."""
+    def __init__(
+        self,
+        *,
+        priority: builtins.int = ...,
+        arrivals_total: builtins.int = ...,
+        arrival_uncached_tokens_total: builtins.int = ...,
+        rationed_total: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrival_uncached_tokens_total", b"arrival_uncached_tokens_total", "arrivals_total", b"arrivals_total", "priority", b"priority", "rationed_total", b"rationed_total"]) -> None: ...
+
+Global___PrioritySignals: typing_extensions.TypeAlias = PrioritySignals
 
 @typing.final
 class GenerationSignals(google.protobuf.message.Message):

@@ -75,6 +75,11 @@ class RouterStub(object):
                 request_serializer=readyplane_dot_v1_dot_router__pb2.FlipRequest.SerializeToString,
                 response_deserializer=readyplane_dot_v1_dot_router__pb2.FlipResponse.FromString,
                 _registered_method=True)
+        self.Ration = channel.unary_unary(
+                '/readyplane.v1.Router/Ration',
+                request_serializer=readyplane_dot_v1_dot_router__pb2.RationRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_router__pb2.RationResponse.FromString,
+                _registered_method=True)
         self.ListWorkers = channel.unary_unary(
                 '/readyplane.v1.Router/ListWorkers',
                 request_serializer=readyplane_dot_v1_dot_router__pb2.ListWorkersRequest.SerializeToString,
@@ -170,6 +175,16 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ration(self, request, context):
+        """Refuses requests of low priority for a bounded time. Takes the place of the order before;
+        idempotent; given again it lasts anew. After its ttl on the router's clock it ends by itself;
+        a share of 1 ends it at once. It refuses nobody of the highest priority that is present. Other
+        routers of the model learn of it from the store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListWorkers(self, request, context):
         """Workers as the router knows them now.
         """
@@ -251,6 +266,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Flip,
                     request_deserializer=readyplane_dot_v1_dot_router__pb2.FlipRequest.FromString,
                     response_serializer=readyplane_dot_v1_dot_router__pb2.FlipResponse.SerializeToString,
+            ),
+            'Ration': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ration,
+                    request_deserializer=readyplane_dot_v1_dot_router__pb2.RationRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_router__pb2.RationResponse.SerializeToString,
             ),
             'ListWorkers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListWorkers,
@@ -495,6 +515,33 @@ class Router(object):
             '/readyplane.v1.Router/Flip',
             readyplane_dot_v1_dot_router__pb2.FlipRequest.SerializeToString,
             readyplane_dot_v1_dot_router__pb2.FlipResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Router/Ration',
+            readyplane_dot_v1_dot_router__pb2.RationRequest.SerializeToString,
+            readyplane_dot_v1_dot_router__pb2.RationResponse.FromString,
             options,
             channel_credentials,
             insecure,

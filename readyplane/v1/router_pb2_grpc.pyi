@@ -153,6 +153,22 @@ _RouterFlipType = typing_extensions.TypeVar(
     ],
 )
 
+_RouterRationType = typing_extensions.TypeVar(
+    '_RouterRationType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.RationRequest,
+        readyplane.v1.router_pb2.RationResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.RationRequest,
+        readyplane.v1.router_pb2.RationResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.RationRequest,
+        readyplane.v1.router_pb2.RationResponse,
+    ],
+)
+
 _RouterListWorkersType = typing_extensions.TypeVar(
     '_RouterListWorkersType',
     grpc.UnaryUnaryMultiCallable[
@@ -233,7 +249,7 @@ _RouterGetSignalsType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _RouterReportRankType, _RouterAdmitType, _RouterLeaveType, _RouterDrainType, _RouterActivateType, _RouterFlipType, _RouterListWorkersType, _RouterWatchType, _RouterRouteType, _RouterCompleteType, _RouterGetSignalsType]):
+class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _RouterReportRankType, _RouterAdmitType, _RouterLeaveType, _RouterDrainType, _RouterActivateType, _RouterFlipType, _RouterRationType, _RouterListWorkersType, _RouterWatchType, _RouterRouteType, _RouterCompleteType, _RouterGetSignalsType]):
     """Admits workers through the ready gate and picks a pair for each request."""
 
     @typing.overload
@@ -269,6 +285,10 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.FlipRequest,
             readyplane.v1.router_pb2.FlipResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.router_pb2.RationRequest,
+            readyplane.v1.router_pb2.RationResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.ListWorkersRequest,
@@ -325,6 +345,10 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
         grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.FlipRequest,
             readyplane.v1.router_pb2.FlipResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.router_pb2.RationRequest,
+            readyplane.v1.router_pb2.RationResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.ListWorkersRequest,
@@ -386,6 +410,13 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
     says why a worker cannot.
     """
 
+    Ration: _RouterRationType
+    """Refuses requests of low priority for a bounded time. Takes the place of the order before;
+    idempotent; given again it lasts anew. After its ttl on the router's clock it ends by itself;
+    a share of 1 ends it at once. It refuses nobody of the highest priority that is present. Other
+    routers of the model learn of it from the store.
+    """
+
     ListWorkers: _RouterListWorkersType
     """Workers as the router knows them now."""
 
@@ -440,6 +471,10 @@ RouterAsyncStub: typing_extensions.TypeAlias = RouterStub[
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.router_pb2.FlipRequest,
         readyplane.v1.router_pb2.FlipResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.RationRequest,
+        readyplane.v1.router_pb2.RationResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.router_pb2.ListWorkersRequest,
@@ -542,6 +577,18 @@ class RouterServicer(metaclass=abc.ABCMeta):
         """Tells a ready worker to serve the other stage: it is drained, then it registers for the other
         role under a new epoch and passes the gate again. Idempotent. FAILED_PRECONDITION (Refused)
         says why a worker cannot.
+        """
+
+    @abc.abstractmethod
+    def Ration(
+        self,
+        request: readyplane.v1.router_pb2.RationRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.router_pb2.RationResponse, collections.abc.Awaitable[readyplane.v1.router_pb2.RationResponse]]:
+        """Refuses requests of low priority for a bounded time. Takes the place of the order before;
+        idempotent; given again it lasts anew. After its ttl on the router's clock it ends by itself;
+        a share of 1 ends it at once. It refuses nobody of the highest priority that is present. Other
+        routers of the model learn of it from the store.
         """
 
     @abc.abstractmethod
