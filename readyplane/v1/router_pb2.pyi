@@ -823,6 +823,128 @@ class RouteResponse(google.protobuf.message.Message):
 Global___RouteResponse: typing_extensions.TypeAlias = RouteResponse
 
 @typing.final
+class RouteResult(google.protobuf.message.Message):
+    """What became of one request of a batch: a pair or an error."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PAIR_FIELD_NUMBER: builtins.int
+    ERROR_STATUS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    error_status: builtins.bytes
+    """A serialised google.rpc.Status, as in grpc-status-details-bin of a failed Route; else empty."""
+    @property
+    def pair(self) -> Global___RouteResponse:
+        """Absent when there is an error."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        pair: Global___RouteResponse | None = ...,
+        error_status: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["pair", b"pair"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error_status", b"error_status", "pair", b"pair", "request_id", b"request_id"]) -> None: ...
+
+Global___RouteResult: typing_extensions.TypeAlias = RouteResult
+
+@typing.final
+class RouteBatchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Of the call; each request has its own."""
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RouteRequest]:
+        """At most 256."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        requests: collections.abc.Iterable[Global___RouteRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "requests", b"requests"]) -> None: ...
+
+Global___RouteBatchRequest: typing_extensions.TypeAlias = RouteBatchRequest
+
+@typing.final
+class RouteBatchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RouteResult]:
+        """One for each request, in their order."""
+
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___RouteResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
+
+Global___RouteBatchResponse: typing_extensions.TypeAlias = RouteBatchResponse
+
+@typing.final
+class RouteStreamRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RouteRequest]:
+        """At most 256 in one message, and 4,096 under way on the stream."""
+
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestEvent]:
+        """Facts, as of Complete."""
+
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[Global___RouteRequest] | None = ...,
+        events: collections.abc.Iterable[Global___RequestEvent] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "requests", b"requests"]) -> None: ...
+
+Global___RouteStreamRequest: typing_extensions.TypeAlias = RouteStreamRequest
+
+@typing.final
+class RouteStreamResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    APPLIED_FIELD_NUMBER: builtins.int
+    UNKNOWN_FIELD_NUMBER: builtins.int
+    ERROR_STATUS_FIELD_NUMBER: builtins.int
+    applied: builtins.int
+    """How many events have been applied since the last message."""
+    unknown: builtins.int
+    """How many of them name a reservation that nobody knows."""
+    error_status: builtins.bytes
+    """Events that were refused as they make no sense: a serialised google.rpc.Status. None of their
+    message was applied.
+    """
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RouteResult]: ...
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___RouteResult] | None = ...,
+        applied: builtins.int = ...,
+        unknown: builtins.int = ...,
+        error_status: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["applied", b"applied", "error_status", b"error_status", "results", b"results", "unknown", b"unknown"]) -> None: ...
+
+Global___RouteStreamResponse: typing_extensions.TypeAlias = RouteStreamResponse
+
+@typing.final
 class RequestEvent(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

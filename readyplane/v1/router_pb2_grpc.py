@@ -95,6 +95,16 @@ class RouterStub(object):
                 request_serializer=readyplane_dot_v1_dot_router__pb2.RouteRequest.SerializeToString,
                 response_deserializer=readyplane_dot_v1_dot_router__pb2.RouteResponse.FromString,
                 _registered_method=True)
+        self.RouteBatch = channel.unary_unary(
+                '/readyplane.v1.Router/RouteBatch',
+                request_serializer=readyplane_dot_v1_dot_router__pb2.RouteBatchRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_router__pb2.RouteBatchResponse.FromString,
+                _registered_method=True)
+        self.RouteStream = channel.stream_stream(
+                '/readyplane.v1.Router/RouteStream',
+                request_serializer=readyplane_dot_v1_dot_router__pb2.RouteStreamRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_router__pb2.RouteStreamResponse.FromString,
+                _registered_method=True)
         self.Complete = channel.unary_unary(
                 '/readyplane.v1.Router/Complete',
                 request_serializer=readyplane_dot_v1_dot_router__pb2.CompleteRequest.SerializeToString,
@@ -209,6 +219,26 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RouteBatch(self, request, context):
+        """Route for several requests in one message: each is independent, as if it had been asked alone, and
+        idempotent by its own request_id; one that fails does not touch the others. Results come in the
+        order of the requests, once the last is decided: one that has to wait holds the answer back.
+        INVALID_ARGUMENT for an empty batch or too many.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RouteStream(self, request_iterator, context):
+        """Route and Complete over one stream, for those who route much. Each result comes as soon as it is
+        known, in any order, named by its request_id; those that are known together share a message.
+        Events are applied in order. The end of the stream, from either side, gives up what still waits;
+        what was answered stays reserved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Complete(self, request, context):
         """Facts about reserved requests, batched. Unknown reservations are counted and ignored.
         Idempotent for FINISHED and ABORTED.
@@ -286,6 +316,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Route,
                     request_deserializer=readyplane_dot_v1_dot_router__pb2.RouteRequest.FromString,
                     response_serializer=readyplane_dot_v1_dot_router__pb2.RouteResponse.SerializeToString,
+            ),
+            'RouteBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.RouteBatch,
+                    request_deserializer=readyplane_dot_v1_dot_router__pb2.RouteBatchRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_router__pb2.RouteBatchResponse.SerializeToString,
+            ),
+            'RouteStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.RouteStream,
+                    request_deserializer=readyplane_dot_v1_dot_router__pb2.RouteStreamRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_router__pb2.RouteStreamResponse.SerializeToString,
             ),
             'Complete': grpc.unary_unary_rpc_method_handler(
                     servicer.Complete,
@@ -623,6 +663,60 @@ class Router(object):
             '/readyplane.v1.Router/Route',
             readyplane_dot_v1_dot_router__pb2.RouteRequest.SerializeToString,
             readyplane_dot_v1_dot_router__pb2.RouteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RouteBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Router/RouteBatch',
+            readyplane_dot_v1_dot_router__pb2.RouteBatchRequest.SerializeToString,
+            readyplane_dot_v1_dot_router__pb2.RouteBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RouteStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/readyplane.v1.Router/RouteStream',
+            readyplane_dot_v1_dot_router__pb2.RouteStreamRequest.SerializeToString,
+            readyplane_dot_v1_dot_router__pb2.RouteStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

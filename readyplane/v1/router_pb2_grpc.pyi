@@ -217,6 +217,38 @@ _RouterRouteType = typing_extensions.TypeVar(
     ],
 )
 
+_RouterRouteBatchType = typing_extensions.TypeVar(
+    '_RouterRouteBatchType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.RouteBatchRequest,
+        readyplane.v1.router_pb2.RouteBatchResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.RouteBatchRequest,
+        readyplane.v1.router_pb2.RouteBatchResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.RouteBatchRequest,
+        readyplane.v1.router_pb2.RouteBatchResponse,
+    ],
+)
+
+_RouterRouteStreamType = typing_extensions.TypeVar(
+    '_RouterRouteStreamType',
+    grpc.StreamStreamMultiCallable[
+        readyplane.v1.router_pb2.RouteStreamRequest,
+        readyplane.v1.router_pb2.RouteStreamResponse,
+    ],
+    grpc.aio.StreamStreamMultiCallable[
+        readyplane.v1.router_pb2.RouteStreamRequest,
+        readyplane.v1.router_pb2.RouteStreamResponse,
+    ],
+    default=grpc.StreamStreamMultiCallable[
+        readyplane.v1.router_pb2.RouteStreamRequest,
+        readyplane.v1.router_pb2.RouteStreamResponse,
+    ],
+)
+
 _RouterCompleteType = typing_extensions.TypeVar(
     '_RouterCompleteType',
     grpc.UnaryUnaryMultiCallable[
@@ -249,7 +281,7 @@ _RouterGetSignalsType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _RouterReportRankType, _RouterAdmitType, _RouterLeaveType, _RouterDrainType, _RouterActivateType, _RouterFlipType, _RouterRationType, _RouterListWorkersType, _RouterWatchType, _RouterRouteType, _RouterCompleteType, _RouterGetSignalsType]):
+class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _RouterReportRankType, _RouterAdmitType, _RouterLeaveType, _RouterDrainType, _RouterActivateType, _RouterFlipType, _RouterRationType, _RouterListWorkersType, _RouterWatchType, _RouterRouteType, _RouterRouteBatchType, _RouterRouteStreamType, _RouterCompleteType, _RouterGetSignalsType]):
     """Admits workers through the ready gate and picks a pair for each request."""
 
     @typing.overload
@@ -301,6 +333,14 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.RouteRequest,
             readyplane.v1.router_pb2.RouteResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.router_pb2.RouteBatchRequest,
+            readyplane.v1.router_pb2.RouteBatchResponse,
+        ],
+        grpc.StreamStreamMultiCallable[
+            readyplane.v1.router_pb2.RouteStreamRequest,
+            readyplane.v1.router_pb2.RouteStreamResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.CompleteRequest,
@@ -361,6 +401,14 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
         grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.RouteRequest,
             readyplane.v1.router_pb2.RouteResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.router_pb2.RouteBatchRequest,
+            readyplane.v1.router_pb2.RouteBatchResponse,
+        ],
+        grpc.aio.StreamStreamMultiCallable[
+            readyplane.v1.router_pb2.RouteStreamRequest,
+            readyplane.v1.router_pb2.RouteStreamResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.CompleteRequest,
@@ -431,6 +479,20 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
     NoCompatiblePair) carry RetryInfo. The reservation expires after its ttl unless events renew it.
     """
 
+    RouteBatch: _RouterRouteBatchType
+    """Route for several requests in one message: each is independent, as if it had been asked alone, and
+    idempotent by its own request_id; one that fails does not touch the others. Results come in the
+    order of the requests, once the last is decided: one that has to wait holds the answer back.
+    INVALID_ARGUMENT for an empty batch or too many.
+    """
+
+    RouteStream: _RouterRouteStreamType
+    """Route and Complete over one stream, for those who route much. Each result comes as soon as it is
+    known, in any order, named by its request_id; those that are known together share a message.
+    Events are applied in order. The end of the stream, from either side, gives up what still waits;
+    what was answered stays reserved.
+    """
+
     Complete: _RouterCompleteType
     """Facts about reserved requests, batched. Unknown reservations are counted and ignored.
     Idempotent for FINISHED and ABORTED.
@@ -487,6 +549,14 @@ RouterAsyncStub: typing_extensions.TypeAlias = RouterStub[
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.router_pb2.RouteRequest,
         readyplane.v1.router_pb2.RouteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.RouteBatchRequest,
+        readyplane.v1.router_pb2.RouteBatchResponse,
+    ],
+    grpc.aio.StreamStreamMultiCallable[
+        readyplane.v1.router_pb2.RouteStreamRequest,
+        readyplane.v1.router_pb2.RouteStreamResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.router_pb2.CompleteRequest,
@@ -618,6 +688,30 @@ class RouterServicer(metaclass=abc.ABCMeta):
         """Picks and reserves a pair, waiting up to the policy's bound. Both ends are reserved or none.
         Idempotent by request_id. RESOURCE_EXHAUSTED (Overloaded) or UNAVAILABLE (NoPair,
         NoCompatiblePair) carry RetryInfo. The reservation expires after its ttl unless events renew it.
+        """
+
+    @abc.abstractmethod
+    def RouteBatch(
+        self,
+        request: readyplane.v1.router_pb2.RouteBatchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.router_pb2.RouteBatchResponse, collections.abc.Awaitable[readyplane.v1.router_pb2.RouteBatchResponse]]:
+        """Route for several requests in one message: each is independent, as if it had been asked alone, and
+        idempotent by its own request_id; one that fails does not touch the others. Results come in the
+        order of the requests, once the last is decided: one that has to wait holds the answer back.
+        INVALID_ARGUMENT for an empty batch or too many.
+        """
+
+    @abc.abstractmethod
+    def RouteStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[readyplane.v1.router_pb2.RouteStreamRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[readyplane.v1.router_pb2.RouteStreamResponse], collections.abc.AsyncIterator[readyplane.v1.router_pb2.RouteStreamResponse]]:
+        """Route and Complete over one stream, for those who route much. Each result comes as soon as it is
+        known, in any order, named by its request_id; those that are known together share a message.
+        Events are applied in order. The end of the stream, from either side, gives up what still waits;
+        what was answered stays reserved.
         """
 
     @abc.abstractmethod
