@@ -379,7 +379,7 @@ def test_policy_set_from_a_file(cli: Terminal, planner: FakePlanner, tmp_path: P
         (("prefill..max=1",), 2, "write it like prefill.max=8"),
         (("a=1", "a=2"), 2, "each field once"),
         (("a=1", "a.b=2"), 2, "already has a value"),
-        (("a=[1",), 2, "write a YAML value"),
+        (("a=[1",), 2, "write valid YAML"),
         (("a=2026-01-01",), 2, "write a number"),
         ((), 2, "give fields, or a FILE"),
         (("a=1", "--file", "x"), 2, "give fields, or a FILE"),

@@ -40,12 +40,12 @@ def show(
     if json:
         output.emit({"version": version, "policy": policy, "warnings": warnings})
         return
-    import yaml
+    from readyplane_planner.yaml_text import write_yaml
 
     print(f"# policy of {policy.get('model', model)}, version {version}")
     for warned in warnings:
         print(f"# {_warned(warned)}")
-    print(yaml.safe_dump(policy, sort_keys=False, allow_unicode=True), end="")
+    print(write_yaml(policy), end="")
 
 
 async def _get(where: Where, model: str) -> tuple[dict[str, Any], int, list[dict[str, Any]]]:
@@ -180,19 +180,10 @@ def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(key: str, text: str) -> Any:
-    import yaml
+    from readyplane_planner.yaml_text import read_yaml
 
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        why = " ".join(str(error).split())[:80]
-        raise InvalidField(key, text, f"write a YAML value ({why})") from error
-    if isinstance(value, str):
-        try:
-            return float(value)  # YAML 1.1 takes 1e-3 for a text
-        except ValueError:
-            return value
-    if value is not None and not isinstance(value, bool | int | float | list | dict):
+    value = read_yaml(text, field=key, value=text)
+    if value is not None and not isinstance(value, str | bool | int | float | list | dict):
         raise InvalidField(key, text, "write a number, text, true, false, null, list or object")
     return value
 

@@ -85,13 +85,16 @@ def read_policy(path: Path) -> dict[str, object]:
     Raises:
         InvalidField: not readable, not an object.
     """
-    import yaml
+    from readyplane_planner.yaml_text import read_yaml
 
     try:
         text = path.read_text()
-        found = parse(text, where=str(path)) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidField("--policy", str(path), f"give a readable YAML file ({error})") from error
+    if path.suffix == ".json":
+        found = parse(text, where=str(path))
+    else:
+        found = read_yaml(text, field="--policy", value=str(path))
     if not isinstance(found, dict):
         raise InvalidField("--policy", str(path), "write an object of policy fields")
     return found

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, FastAPI, Header, Query, Response
+from fastapi import APIRouter, Body, FastAPI, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.staticfiles import StaticFiles
 
 from readyplane.core.errors import InvalidField
-from readyplane.core.identity import digest_of
+from readyplane.core.identity import digest_of, parse
 from readyplane_planner.document import dumps
 from readyplane_planner.service import PlannerService
 
@@ -183,12 +183,14 @@ def _add_policy(router: APIRouter, service: PlannerService) -> None:
 
     @router.put("/policy")
     async def put_policy(
-        policy: Annotated[dict[str, Any], Body(openapi_examples=None)],
+        request: Request,
+        policy: Annotated[Any, Body(openapi_examples=None)],
         model: str = "",
         expected_version: Annotated[int, Query(ge=0)] = 0,
         if_match: Annotated[str, Header()] = "",
     ) -> Response:
         """Replace the whole policy; `If-Match` or `expected_version` makes it compare-and-set."""
+        await _check_once(request)
         stored, version = await service.set_policy(
             policy, model=model, expected_version=_expected(expected_version, if_match)
         )
@@ -196,12 +198,14 @@ def _add_policy(router: APIRouter, service: PlannerService) -> None:
 
     @router.patch("/policy")
     async def patch_policy(
-        policy: Annotated[dict[str, Any], Body(openapi_examples=POLICY_EXAMPLE)],
+        request: Request,
+        policy: Annotated[Any, Body(openapi_examples=POLICY_EXAMPLE)],
         model: str = "",
         expected_version: Annotated[int, Query(ge=0)] = 0,
         if_match: Annotated[str, Header()] = "",
     ) -> Response:
         """Change only the given fields; objects are merged field by field."""
+        await _check_once(request)
         stored, version = await service.set_policy(
             policy, model=model, merge=True, expected_version=_expected(expected_version, if_match)
         )
@@ -227,6 +231,11 @@ def _add_rollout(router: APIRouter, service: PlannerService) -> None:
             body.action, asked_id=body.id, to=body.to, surge=body.surge, by=body.by, model=model
         )
         return _json(shown)
+
+
+async def _check_once(request: Request) -> None:
+    """A field that stands twice is refused here as it is in a file, and so is a NaN."""
+    parse(await request.body(), where="policy")
 
 
 def _expected(given: int, if_match: str) -> int:

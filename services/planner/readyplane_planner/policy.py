@@ -7,14 +7,13 @@ combination is refused with what to write instead (B167, B168). Seconds, tokens 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from readyplane.core.errors import InvalidField, UnknownField
+from readyplane.core.errors import InvalidField
 from readyplane.core.identity import digest_of
 from readyplane.core.profile import ClassProfile
 from readyplane.core.profile_default import UNKNOWN_CLASS
@@ -33,6 +32,7 @@ from readyplane_planner.forecast import Knobs
 from readyplane_planner.guard import Limits
 from readyplane_planner.optimisers import load_optimiser
 from readyplane_planner.policy_checks import unreachable
+from readyplane_planner.policy_words import named
 from readyplane_planner.rollout import Asked, Rules
 from readyplane_planner.signals import Priors
 
@@ -306,7 +306,7 @@ def read_policy(document: Mapping[str, Any]) -> Policy:
     try:
         policy = Policy.model_validate(dict(document))
     except ValidationError as error:
-        raise _named(error) from error
+        raise named(error, Policy, root="policy") from error
     _cross_check(policy)
     return policy
 
@@ -522,43 +522,6 @@ def _holds_one(policy: Policy, profiles: tuple[ClassProfile, ClassProfile]) -> N
                 f"profile {profile.kv_capacity_tokens}: give a class that holds one"
             )
             raise InvalidField(f"policy.{name}.profile", profile.name, remedy)
-
-
-def _named(error: ValidationError) -> InvalidField:
-    """The first fault in our own words."""
-    first = error.errors()[0]
-    path = ".".join(["policy", *(str(part) for part in first["loc"])])
-    value = first.get("input")
-    if first["type"] == "extra_forbidden":
-        return UnknownField(path, value, _place_of(path))
-    if first["type"] == "missing":
-        return InvalidField(path, None, "it must be given")
-    message = str(first["msg"])
-    return InvalidField(path, value, message[0].lower() + message[1:])
-
-
-def _place_of(path: str) -> str:
-    known = list(_paths(Policy, "policy"))
-    leaf = path.rpartition(".")[2]
-    same = [k for k in known if k.rpartition(".")[2] == leaf]
-    if same:
-        return f"it belongs to {' or '.join(same)}"
-    parent = path.rpartition(".")[0]
-    leaves = {k.rpartition(".")[2]: k for k in known}
-    near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
-    if near:
-        return f"did you mean {leaves[near[0]]}?"
-    here = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
-    return f"remove it; {parent} has {', '.join(here)}" if here else "remove it"
-
-
-def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, info in model.model_fields.items():
-        yield f"{prefix}.{name}"
-        inner = info.annotation
-        for part in (inner, *get_args(inner)):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield from _paths(part, f"{prefix}.{name}")
 
 
 def overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

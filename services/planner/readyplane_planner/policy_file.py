@@ -16,12 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
-import yaml
-
 from readyplane.core.errors import Conflict, InvalidField, ReadyplaneError, Unavailable
 from readyplane.core.identity import digest_of_bytes, parse
 from readyplane.kit.clock import Clock
 from readyplane_planner.policy import Policy, read_policy
+from readyplane_planner.yaml_text import read_yaml
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +122,7 @@ def _policy_of(path: Path, content: bytes) -> Policy:
         raise InvalidField("--policy", str(path), f"give a readable file ({error})") from error
     if path.suffix == ".json":
         return read_policy(parse(text, where=str(path)))
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidField("--policy", str(path), f"write valid YAML ({error})") from error
-    return read_policy(document)
+    return read_policy(read_yaml(text, field="--policy", value=str(path)))
 
 
 def _begin_reading(path: Path) -> asyncio.Future[bytes | InvalidField]:

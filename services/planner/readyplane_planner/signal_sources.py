@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from readyplane.core.errors import InvalidField, UnknownField
+from readyplane.core.errors import InvalidField
 from readyplane.core.worker import Role, Worker
 from readyplane.kit.clock import Clock
 from readyplane_planner.engine_source import Engines, EngineSource, Target
+from readyplane_planner.policy_words import named
 from readyplane_planner.prometheus_source import PrometheusSource
 from readyplane_planner.signals.outside import LATENCIES, Beyond, Outside, Silent
 from readyplane_planner.signals.queries import Query, query
+from readyplane_planner.yaml_text import read_yaml
 
 TARGETS_MAX = 2048
 QUERIES_MAX = 64
@@ -131,21 +132,20 @@ def load_signals(path: Path) -> SignalsFile:
         InvalidField, UnknownField: naming the field, as in `signals.prometheus.url`.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidField(
             "--signals", str(path), f"give a readable YAML file ({error})"
         ) from error
+    document = read_yaml(text, field="--signals", value=str(path))
     try:
         return SignalsFile.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(["signals", *(str(part) for part in first["loc"])])
-        kind = UnknownField if first["type"] == "extra_forbidden" else InvalidField
-        remedy = "remove it" if kind is UnknownField else str(first["msg"]).lower()
+        found = named(error, SignalsFile, root="signals")
+        if not found.field.endswith(".url"):
+            raise found from error
         # A URL may carry a password: it is named and not shown.
-        shown = "***" if field.endswith(".url") else first.get("input")
-        raise kind(field, shown, remedy) from error
+        raise InvalidField(found.field, "***", found.remedy) from error
 
 
 def make_sources(

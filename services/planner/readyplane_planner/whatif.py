@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
 from readyplane.core.errors import InvalidField, UnknownField
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import WorkerState
@@ -25,6 +23,7 @@ from readyplane_planner.explain import candidate_lines, expectation_lines
 from readyplane_planner.journal import Inputs, decided, decision_document
 from readyplane_planner.policy import Policy, merged
 from readyplane_planner.signals import Signal, WorkerView
+from readyplane_planner.yaml_text import read_yaml
 
 KEYS = {
     "rps": "requests a second",
@@ -90,10 +89,7 @@ def _known() -> str:
 
 def _change(key: str, text: str) -> Change:
     if key.startswith(POLICY) and key != POLICY:
-        try:
-            return Change(key, text, value=yaml.safe_load(text))
-        except yaml.YAMLError as error:
-            raise InvalidField(key, text, "write a YAML value") from error
+        return Change(key, text, value=read_yaml(text, field=key, value=text))
     if key not in KEYS:
         near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]}? " if near else ""
