@@ -140,3 +140,7 @@ $(PEERS)/stamp: tools/requirements-peers.lock
 .PHONY: bench-router
 bench-router: setup $(PEERS)/stamp ## The router beside its peers: what picking a pair costs (ARGS).
 	$(PY) -m bench.router $(ARGS)
+
+.PHONY: bench-gateway
+bench-gateway: setup $(PEERS)/stamp ## What the gateway adds to a request, beside vllm-router (ARGS).
+	$(PY) -m bench.gateway $(ARGS)
