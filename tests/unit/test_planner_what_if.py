@@ -131,6 +131,8 @@ async def test_nothing_comes_of_a_question(run: Run) -> None:
         ({"isl": "9999x"}, InvalidField, "1000x at most"),
         ({"hit": "40"}, InvalidField, "share from 0 to 1"),
         ({"workers.decode": "99999"}, InvalidField, "workers at most"),
+        ({"workers.decode": "1.5"}, InvalidField, "whole number of workers"),
+        ({"policy.model": "other"}, InvalidField, "plans one model"),
         ({"policy.slo": "{"}, InvalidField, "YAML"),
     ],
 )

@@ -88,6 +88,8 @@ def _known() -> str:
 
 
 def _change(key: str, text: str) -> Change:
+    if key == f"{POLICY}model":
+        raise InvalidField(key, text, "leave it out; a planner plans one model, ask that one's")
     if key.startswith(POLICY) and key != POLICY:
         return Change(key, text, value=read_yaml(text, field=key, value=text))
     if key not in KEYS:
@@ -104,6 +106,8 @@ def _change(key: str, text: str) -> Change:
         raise InvalidField(key, text, "give a share from 0 to 1")
     if key.startswith("workers.") and change.factor is None and amount > WORKERS_MAX:
         raise InvalidField(key, text, f"give {WORKERS_MAX} workers at most")
+    if key.startswith("workers.") and change.factor is None and amount != int(amount):
+        raise InvalidField(key, text, "give a whole number of workers")
     if key in {"rps", "isl", "osl"} and amount == 0:
         raise InvalidField(key, text, "give more than 0")
     return change
