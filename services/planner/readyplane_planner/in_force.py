@@ -7,11 +7,12 @@ Hands each new one to the service, which plans by it from its next tick.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from readyplane.core.errors import Conflict, NotFound, ReadyplaneError
+from readyplane.core.errors import Conflict, InvalidField, NotFound, ReadyplaneError, Refused
 from readyplane.kit.clock import Clock
+from readyplane_planner.fitting import Resolves, fitting
 from readyplane_planner.journal import Journal, StoredPolicy
 from readyplane_planner.policy import (
     Policy,
@@ -25,10 +26,14 @@ from readyplane_planner.policy import (
 
 log = logging.getLogger(__name__)
 
+UNCHECKED = "manifest_unchecked"
+"""The code of that warning: the registry could not be asked when the policy was set."""
+
 
 class InForce:
     """Args:
     policy: what is wanted until the journal holds a newer version.
+    registry: is asked whether the artifact that somebody names can serve; None: nobody is.
     every_s: so often a newer version is looked up.
     changed: told (before, now) when another version comes into force.
 
@@ -41,6 +46,7 @@ class InForce:
         self,
         policy: Policy,
         journal: Journal,
+        registry: Resolves | None,
         *,
         clock: Clock,
         every_s: float,
@@ -52,6 +58,7 @@ class InForce:
         self.warnings: list[dict[str, Any]] = []
         self.error = ""
         self._journal = journal
+        self._registry = registry
         self._clock = clock
         self._every_s = every_s
         self._changed = changed
@@ -68,7 +75,9 @@ class InForce:
         await self.refresh()
         policy = kept(policy, self.policy)
         if policy.digest != self.policy.digest:
-            await self.set(policy.document())
+            # An artifact that a file names may be published later; until then the state says so.
+            stored = await self._put(policy, expected_version=self.version)
+            self._use(policy, stored.version)
 
     async def set(
         self,
@@ -91,8 +100,9 @@ class InForce:
         wanted = merged(self.policy, policy) if merge else read_policy(policy)
         if wanted.model != self.policy.model:
             raise NotFound("model", wanted.model, f"this planner plans {self.policy.model}")
+        unchecked = await self._unchecked(wanted)
         stored = await self._put(wanted, expected_version=self.version)
-        self._use(wanted, stored.version)
+        self._use(wanted, stored.version, unchecked)
         return wanted.document(), stored.version
 
     async def follow(self, now_s: float) -> None:
@@ -116,15 +126,41 @@ class InForce:
         if model and model != self.policy.model:
             raise NotFound("model", model, f"this planner plans {self.policy.model}")
 
+    def resolved(self) -> None:
+        """The registry has told by now what the policy's artifact is."""
+        self.warnings = [w for w in self.warnings if w["code"] != UNCHECKED]
+
+    async def _unchecked(self, wanted: Policy) -> list[dict[str, Any]]:
+        """A warning where the registry cannot say whether another artifact can serve.
+
+        Raises:
+            InvalidField: it cannot: there is none of that name, or it does not fit.
+        """
+        field, name = "policy.manifest", wanted.manifest
+        if not name or wanted.reference == self.policy.reference:
+            return []
+        try:
+            await fitting(self._registry, name, model=wanted.model, profiles=pool_profiles(wanted))
+        except NotFound as error:
+            remedy = "the registry has no such artifact; name one of `readyplane artifact list`"
+            raise InvalidField(field, name, remedy) from error
+        except Refused as error:
+            remedy = f"it cannot serve ({'; '.join(error.reasons)}); {error.remedy}"
+            raise InvalidField(field, name, remedy) from error
+        except ReadyplaneError as error:
+            text = f"{field} = {name} could not be checked: {error}"
+            return [{"field": field, "value": name, "best": None, "text": text, "code": UNCHECKED}]
+        return []
+
     async def _put(self, policy: Policy, *, expected_version: int) -> StoredPolicy:
         wanted = StoredPolicy(policy.model, 0, policy.document(), self._clock.wall_s())
         return await self._journal.put_policy(wanted, expected_version=expected_version)
 
-    def _use(self, policy: Policy, version: int) -> None:
+    def _use(self, policy: Policy, version: int, unchecked: Sequence[dict[str, Any]] = ()) -> None:
         before = self.policy
         self.profiles = pool_profiles(policy)
         self.policy, self.version = policy, version
-        self.warnings = policy_warnings(policy, self.profiles)
+        self.warnings = [*policy_warnings(policy, self.profiles), *unchecked]
         for warned in self.warnings:
             log.warning(warned["text"], extra={"code": warned["code"]})
         self._changed(before, policy)

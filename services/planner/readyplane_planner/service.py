@@ -120,6 +120,7 @@ class PlannerService:
         self._in_force = InForce(
             policy,
             journal,
+            registry,
             clock=clock,
             every_s=self._upkeep.policy_every_s,
             changed=self._obey,
@@ -332,6 +333,7 @@ class PlannerService:
             self._degraded = self._degraded or self._resolve_error
             return
         self._digest, self._resolve_error, self._resolved_s = manifest.digest, "", now_s
+        self._in_force.resolved()
 
     def _plan(self, *, leading: bool) -> Plan:
         key = (self._in_force.version, self._digest, leading)
@@ -372,6 +374,7 @@ class PlannerService:
             return
         self._succession.carry_on(self._hand, self._memory)
         self._hand.take(decision, leader_epoch=self._leadership.epoch)
+        self._hand.ration(decision, leader_epoch=self._leadership.epoch)
         self._follower.expects(decision, wall_s=wall_s)
         self._hand.tell_again(
             decision,

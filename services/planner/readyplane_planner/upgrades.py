@@ -1,7 +1,7 @@
 """What a person sees of a roll-out and may ask of it: go, pause, resume, undo.
 
-Owns the checks before anything is asked for (does the artifact exist, is it of this model, does it
-fit the pools' classes, is there anything to pause) and writing the wish into the policy, where it
+Owns the checks before anything is asked for (can the artifact serve, is there anything to pause) and
+writing the wish into the policy, where it
 is versioned and every planner finds it. The roll-out itself is the brain's.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from readyplane.core.errors import InvalidField, Refused, Unavailable
-from readyplane.core.identity import ArtifactKind, Manifest
 from readyplane.core.profile import ClassProfile
 from readyplane.kit.clock import Clock
+from readyplane_planner.fitting import Resolves, fitting
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +29,6 @@ MEANS = {
     ),
 }
 """Phases in which a wish means something, and what to say in any other."""
-
-
-class Resolves(Protocol):
-    """The part of the registry that is asked."""
-
-    async def resolve(
-        self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
-    ) -> Manifest:
-        """By digest, tag or model name. Raises NotFound."""
-        ...
 
 
 class Planned(Protocol):
@@ -137,7 +127,9 @@ class Upgrades:
             }
         }
         if action == "go":
-            digest = await self._fitting(to, shown["model"])
+            profiles = self._profiles()
+            found = await fitting(self._registry, to, model=shown["model"], profiles=profiles)
+            digest = found.digest
             if shown["serves"]["digest"] == digest and shown["phase"] in {"idle", "done"}:
                 raise Refused(f"roll-out to {to}", [f"{digest} serves already"], "name another")
             changes["manifest"] = to
@@ -154,19 +146,6 @@ class Upgrades:
         log.info("roll-out: %s", action, extra={"by": by, "to": to, "asked_id": asked_id})
         return await self.show(model)
 
-    async def _fitting(self, reference: str, model: str) -> str:
-        """The digest, after checking that the pools can serve it."""
-        if self._registry is None:
-            raise Unavailable("this planner knows no registry", "start it with --registry")
-        try:
-            manifest = await self._registry.resolve(reference)
-        except (OSError, TimeoutError) as error:
-            raise Unavailable(f"the registry does not answer ({error})", "try again") from error
-        unfit = list(_unfit(manifest, model, self._profiles()))
-        if unfit:
-            raise Refused(f"roll-out to {reference}", unfit, "name an artifact that fits the pools")
-        return manifest.digest
-
 
 def _check_fields(action: str, to: str, surge: int) -> None:
     if action not in ACTIONS:
@@ -178,22 +157,3 @@ def _check_fields(action: str, to: str, surge: int) -> None:
         raise InvalidField("surge", surge, f"use 1 to {SURGE_MAX}, 0 for the policy's")
     if surge and action != "go":
         raise InvalidField("surge", surge, "give it with go")
-
-
-def _unfit(
-    manifest: Manifest, model: str, profiles: tuple[ClassProfile, ClassProfile]
-) -> list[str]:
-    """Why the pools cannot serve an artifact; empty when they can."""
-    found = []
-    if manifest.kind is not ArtifactKind.WEIGHTS:
-        found.append(f"kind: it is {manifest.kind}, weights are served")
-    if manifest.model != model:
-        found.append(f"model: it is of {manifest.model}, this planner plans {model}")
-    placed = manifest.tp * manifest.pp
-    for pool, profile in zip(("prefill", "decode"), profiles, strict=True):
-        if placed > profile.gpus:
-            found.append(
-                f"{pool}: placed for {placed} GPUs (tp {manifest.tp}, pp {manifest.pp}), a worker of "
-                f"{profile.worker_class} has {profile.gpus}"
-            )
-    return found
