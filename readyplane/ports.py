@@ -304,8 +304,60 @@ class GenerationSignals:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientSignals:
+    """What one of the clients (tenants) that bring most of the work has brought since its counting
+    began.
+
+    Attributes:
+        client: name as the router bounds it. life: another one after each new beginning at zero, so
+            counters of two lives are never compared. arrivals_total, arrival_uncached_tokens_total:
+            its part of the model's counters of that name.
+    """
+
+    client: str
+    life: int
+    arrivals_total: int = 0
+    arrival_uncached_tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ration:
+    """Who is admitted while not everybody can be, for a bounded time.
+
+    Attributes:
+        priority: whoever is less important is refused; of those who have it, `admit_share` of their
+            prompt tokens is admitted, 0 to 1; the more important are not touched.
+        ttl_s: of an order, how long it lasts; of one in force, how long it still does.
+        retry_after_s: when whoever is refused may come again.
+    """
+
+    priority: int
+    admit_share: float
+    ttl_s: float
+    reason: str = ""
+    scale_decision_id: str = ""
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrioritySignals:
+    """What arrived with one priority since the router began; `rationed_total` of it was refused by
+    an order of admission.
+    """
+
+    priority: int
+    arrivals_total: int = 0
+    arrival_uncached_tokens_total: int = 0
+    rationed_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSignals:
-    """Counters of one model since the router began, and gauges now (see router.proto)."""
+    """Counters of one model since the router began, and gauges now (see router.proto).
+
+    `clients`: the largest labelled ones, bounded in number; whatever they leave of the model's
+    counters is the rest. Empty where no request carries a tenant.
+    """
 
     model: str
     arrivals_total: int = 0
@@ -332,6 +384,9 @@ class ModelSignals:
     tpot_predicted: LatencyWindow = LatencyWindow()
     length_counts: tuple[tuple[float, ...], ...] = ()
     generations: tuple[GenerationSignals, ...] = ()
+    priorities: tuple[PrioritySignals, ...] = ()
+    ration: Ration | None = None
+    clients: tuple[ClientSignals, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +473,15 @@ class Router(Protocol):
         """A ready worker is to serve the other stage, once it has drained its own.
 
         Idempotent. Raises as a drain, and Refused with every reason why it cannot.
+        """
+        ...
+
+    async def ration(self, model: str, order: Ration, *, leader_epoch: int = 0) -> Ration | None:
+        """Refuse requests of low priority for `order.ttl_s`; a share of 1 ends that at once.
+
+        Takes the place of the order before; idempotent. Returns what is in force. Ends by itself on
+        the router's clock, and refuses nobody of the highest priority that is present. Raises
+        StaleEpoch for an older leader, InvalidField, NotFound for a model that nobody has.
         """
         ...
 

@@ -33,6 +33,7 @@ from readyplane.ports import (
     GroupStatus,
     Pair,
     RankReport,
+    Ration,
     Renewal,
     RenewalAnswer,
     RouterSignals,
@@ -286,6 +287,19 @@ class RouterClient(ServiceClient):
             ),
         )
         return wire.worker_from_proto(response.worker, now_s=self._clock.monotonic_s())
+
+    async def ration(self, model: str, order: Ration, *, leader_epoch: int = 0) -> Ration | None:
+        """Refuse requests of low priority for a bounded time."""
+        response: pb.RationResponse = await self.call(
+            "Ration",
+            lambda: pb.RationRequest(
+                request_id=self._make_id(),
+                model=model,
+                order=wire.ration_to_proto(order),
+                leader_epoch=leader_epoch,
+            ),
+        )
+        return wire.ration_from_proto(response.order) if response.HasField("order") else None
 
     async def list_workers(self, model: str = "") -> Fleet:
         """The fleet now."""

@@ -18,7 +18,9 @@ from readyplane.ports import (
     LatencyWindow,
     ModelSignals,
     Pair,
+    PrioritySignals,
     RankReport,
+    Ration,
     Renewal,
     RenewalAnswer,
     RouterSignals,
@@ -329,6 +331,33 @@ def request_event_from_proto(message: pb.RequestEvent) -> RequestEvent:
     )
 
 
+# --------------------------------------------------------------------------- admission
+
+
+def ration_to_proto(order: Ration) -> pb.RationOrder:
+    """Order of admission as message. Raises InvalidField for a time that is not finite."""
+    return pb.RationOrder(
+        priority=order.priority,
+        admit_share=order.admit_share,
+        ttl=duration(order.ttl_s, "ttl_s"),
+        reason=order.reason,
+        scale_decision_id=order.scale_decision_id,
+        retry_after_duration=duration(order.retry_after_s, "retry_after_s"),
+    )
+
+
+def ration_from_proto(message: pb.RationOrder) -> Ration:
+    """Message as order of admission."""
+    return Ration(
+        priority=message.priority,
+        admit_share=message.admit_share,
+        ttl_s=seconds_of(message.ttl),
+        reason=message.reason,
+        scale_decision_id=message.scale_decision_id,
+        retry_after_s=seconds_of(message.retry_after_duration),
+    )
+
+
 # --------------------------------------------------------------------------- signals
 
 _COUNTS = (
@@ -400,6 +429,16 @@ def model_signals_to_proto(signals: ModelSignals) -> pb.ModelSignals:
             )
             for g in signals.generations
         ],
+        priorities=[
+            pb.PrioritySignals(
+                priority=p.priority,
+                arrivals_total=p.arrivals_total,
+                arrival_uncached_tokens_total=p.arrival_uncached_tokens_total,
+                rationed_total=p.rationed_total,
+            )
+            for p in signals.priorities
+        ],
+        ration=None if signals.ration is None else ration_to_proto(signals.ration),
     )
 
 
@@ -428,8 +467,20 @@ def model_signals_from_proto(message: pb.ModelSignals) -> ModelSignals:
         )
         for g in message.generations
     )
+    priorities = tuple(
+        PrioritySignals(
+            p.priority, p.arrivals_total, p.arrival_uncached_tokens_total, p.rationed_total
+        )
+        for p in message.priorities
+    )
     return ModelSignals(
-        model=message.model, **counts, **windows, length_counts=rows, generations=generations
+        model=message.model,
+        **counts,
+        **windows,
+        length_counts=rows,
+        generations=generations,
+        priorities=priorities,
+        ration=ration_from_proto(message.ration) if message.HasField("ration") else None,
     )
 
 

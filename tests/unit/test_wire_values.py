@@ -99,6 +99,7 @@ ends = st.builds(ports.End, texts, texts, whole, texts, whole)
 windows = st.builds(ports.LatencyWindow, numbers, whole, numbers, numbers, numbers, numbers)
 row = st.lists(numbers, min_size=len(work.OSL_EDGES), max_size=len(work.OSL_EDGES)).map(tuple)
 tables = st.just(()) | row.map(lambda r: (r,) * len(work.ISL_EDGES))
+rations = st.builds(ports.Ration, small, numbers, seconds, texts, texts, seconds)
 signals = st.builds(
     ports.ModelSignals,
     model=texts,
@@ -110,6 +111,8 @@ signals = st.builds(
     ttft_actual=windows, ttft_predicted=windows, tpot_actual=windows, tpot_predicted=windows,
     length_counts=tables,
     generations=many(st.builds(ports.GenerationSignals, texts, whole, whole, whole, whole)),
+    priorities=many(st.builds(ports.PrioritySignals, small, whole, whole, whole)),
+    ration=maybe(rations),
 )  # fmt: skip
 sources = st.builds(
     ports.Source, texts, texts, st.sampled_from(WeightTier), texts, texts, texts, texts, numbers,
@@ -145,6 +148,7 @@ CASES: dict[str, st.SearchStrategy[Any]] = {
     "gate_verdict": st.builds(
         ports.GateVerdict, st.booleans(), many(texts), many(checks), st.booleans()
     ),
+    "ration": rations,
     "request_shape": st.builds(
         work.RequestShape, request_id=texts, model=texts, isl=whole,
         token_ids=st.binary(max_size=4).map(lambda b: b * 4), block_hashes=hashes,

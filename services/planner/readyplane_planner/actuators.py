@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from readyplane.core.errors import NotFound, ReadyplaneError, Refused, Unavailable
 from readyplane.core.startup import StartMode
 from readyplane.core.worker import Role, Worker, WorkerState
-from readyplane.ports import Actuator, Instance, Order, Router
+from readyplane.ports import Actuator, Instance, Order, Ration, Router
 from readyplane_planner.decide import (
     ROLE_OF,
     Activation,
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 CALLS_MAX = 32
 UNANSWERED_MAX = 256
 ORDER_S_MAX = 15.0
+RATION_WHY_MAX = 400
 CALL_S_MAX = 45.0
 """Longer than the grace of a release, which the call waits for."""
 ADVISORY = "advisory: this planner has no actuator, it plans and orders nothing"
@@ -171,6 +172,32 @@ class Hand:
             flips=[f for f in turned if f.worker_id not in fresh],
             leader_epoch=leader_epoch,
         )
+
+    def ration(self, decision: Decision, *, leader_epoch: int) -> None:
+        """Give the order of admission, anew in each decision: it lasts for a few ticks only."""
+        order = decision.ration
+        if order is None:
+            return
+        told = Ration(
+            order.priority,
+            order.admit_share,
+            order.ttl_s,
+            order.why[:RATION_WHY_MAX],
+            decision.decision_id,
+            order.retry_after_s,
+        )
+
+        # Of those that only go on nothing is told: most are not in the journal.
+        decision_id = decision.decision_id if order.turned else ""
+
+        async def call() -> Done:
+            if self._advice:
+                return Done("advised", "", "", decision_id, self._advice)
+            await self._router.ration(self._model, told, leader_epoch=leader_epoch)
+            return Done("rationed", "", "", decision_id, order.why)
+
+        work = self._saying(call, "ration_failed", "", "", decision_id)
+        self._begin("ration", self._model, work)
 
     def repeat(self, open_orders: Container[str], *, leader_epoch: int) -> None:
         """Give orders again whose call nobody answered, as long as they are open.

@@ -161,6 +161,7 @@ def text_of(answer: Mapping[str, Any]) -> str:
         lines.append(f"  - {pool}{reason['text']} [{reason['code']}]")
     lines += [f"weighed: {line}" for line in candidate_lines(decision)]
     lines += [f"expected: {line}" for line in expectation_lines(decision)]
+    lines += [f"admission: {line}" for line in ration_lines(decision)]
     for start in answer["starts"]:
         steps = ", ".join(f"{kind} after {s:.1f} s" for kind, s in start["after_s"].items())
         lines.append(f"{start['worker_id']} ({start['pool']}): {start['status']}; {steps or '–'}")
@@ -211,6 +212,27 @@ def expectation_lines(decision: Mapping[str, Any]) -> list[str]:
             line += f"; load {made['load_now']:.2f} → {made['load_then']:.2f}"
         lines.append(line)
     return lines
+
+
+def ration_lines(decision: Mapping[str, Any]) -> list[str]:
+    """Whom the router was told to refuse, and what that should come to."""
+    order = decision.get("ration")
+    if order is None:
+        return []
+    if order["admit_share"] >= 1.0:
+        return [order["why"]]
+    priority, share = order["priority"], order["admit_share"]
+    whom = f"priorities up to {priority} are refused"
+    if share > 0:
+        whom = f"priorities below {priority} are refused, {share:.0%} of {priority} is admitted"
+    return [
+        f"{whom}, for {order['ttl_s']:.0f} s unless renewed (for {order['begun_ago_s']:.0f} s so far)",
+        (
+            f"late {order['late_without']:.1%} → {order['late_with']:.1%}, "
+            f"{order['shed_tokens']:,.0f} prompt tokens/s refused"
+        ),
+        order["why"],
+    ]
 
 
 def timeline_lines(moments: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -18,6 +18,7 @@ from readyplane.core.errors import Conflict, InvalidField, NotFound
 from readyplane.core.identity import digest_of_bytes
 from readyplane_planner.decide import Decision, Memory, Plan, decide
 from readyplane_planner.decide.follow import Brain
+from readyplane_planner.decide.rations import Rationed
 from readyplane_planner.optimise.answer import Answer, answered
 from readyplane_planner.signals import Observation
 
@@ -399,6 +400,15 @@ def summary_of(decision: Decision) -> str:
     ):
         if count:
             parts.append(f"{count} {word}")
+    if decision.ration is not None and decision.ration.turned:
+        parts.append(_rationed(decision.ration))
     if parts:
         return ", ".join(parts)
     return f"hold: {decision.why[0].text}"
+
+
+def _rationed(order: Rationed) -> str:
+    if order.admit_share >= 1.0:
+        return "everybody admitted again"
+    part = f", of {order.priority} {order.admit_share:.0%} admitted" if order.admit_share else ""
+    return f"priorities {'below' if part else 'up to'} {order.priority} refused{part}"

@@ -17,6 +17,7 @@ planner goes on.
 | first_request | the router has assigned it work, or its engine has computed something |
 | failed | its process ended by itself; with the start as far as it came |
 | draining, drain_failed, drained | the router took the drain, did not; the worker has left |
+| rationed, ration_failed | the router took the order of admission, did not; of the decision itself |
 | released, release_failed | the actuator gave the allocation back, did not |
 | left | it had served and is gone from the router |
 | judged | of the decision itself: effect, and worth it or not (see judgement.py) |

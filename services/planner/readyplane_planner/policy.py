@@ -28,6 +28,7 @@ from readyplane_planner.class_policy import (
     node_plans,
 )
 from readyplane_planner.decide import Plan, PoolPlan
+from readyplane_planner.degradation_policy import DegradationPolicy
 from readyplane_planner.forecast import Knobs
 from readyplane_planner.guard import Limits
 from readyplane_planner.optimisers import load_optimiser
@@ -250,6 +251,7 @@ class Policy(_Strict):
     start_mode: Literal["auto", "eager", "jit", "aot"] = "jit"
     nodes: list[NodePolicy] = Field(default_factory=list)
     rollout: RolloutPolicy = RolloutPolicy()
+    degradation: DegradationPolicy = DegradationPolicy()
     fallback_after: int = Field(default=10, ge=1, le=10_000)
     hand_hold_s: Seconds = 0.0
     optimiser: str = Field(default="size", min_length=1, max_length=64)
@@ -365,6 +367,7 @@ def make_plan(
         start_mode=policy.start_mode,
         nodes=node_plans(policy.nodes),
         rollout=_rollout(policy.rollout),
+        degradation=policy.degradation.rules(tick_s=policy.tick_s),
         manifest_digest=manifest_digest,
         paused=policy.paused,
         fallback_after=policy.fallback_after,

@@ -9,14 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 from readyplane.core.errors import ReadyplaneError, Refused, StaleEpoch
 from readyplane.core.worker import Worker
 from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Instance, LatencyWindow, ModelSignals, Router, RouterSignals
-from readyplane_planner.signals import Allocation, GenerationEnds, Latency, RouterSample
+from readyplane_planner.signals import (
+    Allocation,
+    GenerationEnds,
+    Latency,
+    PriorityWork,
+    RouterSample,
+)
 from readyplane_planner.signals.outside import Beyond, Outside
 
 log = logging.getLogger(__name__)
@@ -205,6 +211,11 @@ def router_sample(signals: RouterSignals, model: str, *, taken_s: float) -> Rout
         ),
         workers=tuple(w for w in signals.fleet.workers.values() if w.offer.model == model),
         degraded=signals.fleet.degraded,
+        priorities=tuple(
+            PriorityWork(p.priority, p.arrivals_total, p.arrival_uncached_tokens_total)
+            for p in part.priorities
+        ),
+        ration=None if part.ration is None else asdict(part.ration),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from readyplane.core.worker import Role, Worker, WorkerState
@@ -106,6 +106,7 @@ def state_document(
         "decisions": list(decisions),
         "forecast": {name: _forecast(decision.pool(name)) for name in POOLS},
         "rollout": _rollout(decision),
+        "degradation": _degradation(seen),
     }
 
 
@@ -223,6 +224,13 @@ def _rollout(decision: Decision) -> dict[str, Any]:
         "begun_ago_s": ago_s(told.begun_s),
         "phase_ago_s": ago_s(told.since_s),
     }
+
+
+def _degradation(seen: Seen) -> dict[str, Any]:
+    """Who gives way: as ordered in this tick, and as the router said that it does; null for nobody."""
+    order, sample = seen.decision.ration, seen.sample
+    wanted = None if order is None or order.admit_share >= 1.0 else asdict(order)
+    return {"ordered": wanted, "in_force": None if sample is None else sample.ration}
 
 
 def _latency(window: Latency | None) -> dict[str, Any]:

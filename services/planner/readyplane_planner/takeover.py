@@ -32,6 +32,7 @@ from readyplane_planner.decide import (
     drift,
     fast,
     ownership,
+    rations,
 )
 from readyplane_planner.journal import Journal, Outcome, Record, decode_inputs, replayed
 
@@ -298,6 +299,7 @@ def moved(memory: Memory, by_s: float) -> Memory:
         draining=tuple((name, since_s + by_s) for name, since_s in memory.draining),
         suspects=(),
         changing=fast.moved(memory.changing, by_s),
+        ration=rations.moved(memory.ration, by_s),
         last_s=None,
         idle_since_s=None,
         late_since_s=None,

@@ -157,5 +157,7 @@ def model_signals(desk: Desk, now_s: float) -> ModelSignals:
         decoding_kv_tokens=sum([h.isl + h.emitted for h in decoding]),
         length_counts=desk.lengths.snapshot(),
         generations=desk.ends_by_generation(now_s=now_s),
+        priorities=desk.rationing.snapshot(),
+        ration=desk.rationing.order(now_s=now_s),
         **windows,
     )

@@ -21,6 +21,7 @@ from readyplane_router.bookings import PREFILL_SIDE, Bookings, Held, Owed, busy
 from readyplane_router.ends import Ends
 from readyplane_router.pair import Ask, Chosen, Shed, Wait, decide
 from readyplane_router.policy import RouterPolicy
+from readyplane_router.rationing import Rationing
 from readyplane_router.signals import (
     Correction,
     Counters,
@@ -86,6 +87,7 @@ class Desk(Bookings):
         }
         self.refusals: dict[str, int] = {}
         self.ends = Ends()
+        self.rationing = Rationing()
         self.generations = Generations()
         self.take_conflicts = 0
         self.expired = 0

@@ -92,6 +92,20 @@ class RedisStore:
 
         return int(await self._bounded(call()))
 
+    async def put_ration(self, model: str, packed: bytes, *, ttl_s: float) -> None:
+        await self._bounded(self._redis.set(_ration_key(model), packed, px=_ms(ttl_s)))
+
+    async def ration(self, model: str) -> tuple[bytes, float] | None:
+        async def call() -> tuple[bytes | None, int]:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.get(_ration_key(model))
+                pipe.pttl(_ration_key(model))
+                packed, left_ms = await pipe.execute()
+                return packed, int(left_ms)
+
+        packed, left_ms = await self._bounded(call())
+        return (packed, left_ms / 1000) if packed is not None and left_ms > 0 else None
+
     async def grant(self, record: Record, *, ttl_s: float) -> Record | lease.Lost | lease.Stale:
         offer = record.offer
         for _ in range(GRANT_TRIES_MAX):
@@ -376,6 +390,10 @@ class RedisStore:
 @lru_cache(maxsize=256)
 def _keys(model: str) -> tuple[str, ...]:
     return tuple(f"{PREFIX}:{{{model}}}:{part}" for part in PARTS)
+
+
+def _ration_key(model: str) -> str:
+    return f"{PREFIX}:{{{model}}}:ration"
 
 
 def _snapshot_key(model: str, worker_id: str, incarnation: str) -> str:

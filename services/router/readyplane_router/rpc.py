@@ -103,6 +103,14 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         now_s = self._clock.monotonic_s()
         return pb.FlipResponse(worker=wire.worker_to_proto(worker, now_s=now_s))
 
+    async def Ration(self, request: pb.RationRequest, context: Context) -> pb.RationResponse:
+        found = await self._service.ration(
+            request.model,
+            wire.ration_from_proto(request.order),
+            leader_epoch=request.leader_epoch,
+        )
+        return pb.RationResponse(order=None if found is None else wire.ration_to_proto(found))
+
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: Context
     ) -> pb.ListWorkersResponse:

@@ -30,6 +30,7 @@ from readyplane.ports import (
     GroupStatus,
     Pair,
     RankReport,
+    Ration,
     Renewal,
     RenewalAnswer,
     RouterSignals,
@@ -54,8 +55,10 @@ from readyplane_router.membership import Membership
 from readyplane_router.pair import Chosen, Shed
 from readyplane_router.pair.explain import explain as explained
 from readyplane_router.policy import RouterPolicy
+from readyplane_router.rations import Rations
 from readyplane_router.roster import Roster
-from readyplane_router.store import ALL_SIDES, Store
+from readyplane_router.seats import ALL_SIDES
+from readyplane_router.store import Store
 
 TAKE_TRIES_MAX = 8
 TAKE_PAUSE_S = 0.02
@@ -103,6 +106,7 @@ class RouterService:
         self.link = Link(clock, self.policy, self.roster.bump)
         self.roster.standing = self.link.standing
         self._ledger = Ledger(store, self.link, clock, self.policy, self.desks)
+        self._rations = Rations(store, self.link, clock, self.desks)
         self.members = Membership(
             store=store,
             epochs=epochs,
@@ -146,7 +150,8 @@ class RouterService:
         await self.members.look_after()
         if self.link.answering:
             try:
-                await self._ledger.settle(just_back=just_back)
+                await self._ledger.settle()
+                await self._rations.hear()
             except Unavailable as error:
                 self.link.failed(error)
         for model, desk in list(self.desks.items()):
@@ -239,6 +244,12 @@ class RouterService:
             scale_decision_id=scale_decision_id,
         )
 
+    async def ration(self, model: str, order: Ration, *, leader_epoch: int = 0) -> Ration | None:
+        desk = await self._desk_of(model)
+        if leader_epoch:
+            await self._follow(model, leader_epoch)
+        return await self._rations.give(desk, order)
+
     async def _fence(self, worker_id: str, leader_epoch: int) -> None:
         member = self.roster.members.get(worker_id)
         if member is not None and leader_epoch:
@@ -293,7 +304,10 @@ class RouterService:
         )
         if dry_run:
             return self._dry_run(desk, entry, explain=explain)
-        self._count_arrival(desk, entry, replaces)
+        why = self._count_arrival(desk, entry, replaces)
+        if why and not replaces:  # what has been admitted once is served
+            desk.refused("rationed", entry)
+            raise desk.rationing.error(why, now_s=entry.arrived_s)
         desk.waiting[reservation_id] = entry
         try:
             pair = await self._place(desk, entry, explain=explain)
@@ -558,6 +572,8 @@ class RouterService:
         counters.arrivals += 1
         counters.arrival_tokens += isl
         counters.arrival_uncached_tokens += max(1, isl - most)
+        priority = entry.shape.priority
+        return desk.rationing.arrived(priority, max(1, isl - most), now_s=entry.arrived_s)
 
     async def _release(self, desk: Desk, reservation_id: str) -> None:
         """A failed pair is given back before another one is looked for."""

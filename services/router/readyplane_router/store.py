@@ -23,9 +23,10 @@ from readyplane.core.worker import (
 )
 from readyplane.kit.clock import Clock
 from readyplane_router import lease
+from readyplane_router.ration_store import MemoryRations, RationStore
+from readyplane_router.seats import Seats, Take, Taken, Use
 
 KV_LOG_BATCHES_MAX = 20_000
-SWEEP_MAX = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +143,7 @@ class KvEntry:
     packed: bytes
 
 
-ALL_SIDES = -1
-
-
-class Store(Protocol):
+class Store(RationStore, Protocol):
     """Shared state. Every method raises Unavailable when the store cannot be reached.
 
     `shared`: other routers may be reading and writing too.
@@ -287,26 +285,7 @@ class _Model:
     snapshots: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
 
-def plus(one: Use, other: Use) -> Use:
-    """Sum."""
-    return Use(
-        one.sequences + other.sequences,
-        one.blocks + other.blocks,
-        one.work_us + other.work_us,
-        one.tokens + other.tokens,
-    )
-
-
-def less(one: Use, other: Use) -> Use:
-    """Difference; never below zero."""
-    sequences, blocks = one.sequences - other.sequences, one.blocks - other.blocks
-    work_us, tokens = one.work_us - other.work_us, one.tokens - other.tokens
-    if sequences < 0 or blocks < 0 or work_us < 0 or tokens < 0:
-        return Use(max(0, sequences), max(0, blocks), max(0, work_us), max(0, tokens))
-    return Use(sequences, blocks, work_us, tokens)
-
-
-class MemoryStore:
+class MemoryStore(MemoryRations):
     """The twin in memory, on an injected clock: for the simulator and for tests."""
 
     def __init__(self, clock: Clock, *, shared: bool = False, name: str = "memory") -> None:

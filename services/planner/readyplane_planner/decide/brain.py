@@ -9,6 +9,7 @@ from readyplane_planner import guard, optimise
 from readyplane_planner.decide import (
     acting,
     blindly,
+    degrade,
     demand,
     effect,
     judging,
@@ -78,7 +79,8 @@ def decide(
     model, memory = demand.needs(observation, plan, memory, pools, now_s=now_s)
     seen = outlook.predict(observation, plan, model, pools)
     said: list[Reason] = _facts(observation, plan, pools, memory)
-    proposal, memory = _propose(observation, plan, memory, model, pools, seen, optimiser, said)
+    problem = _problem(observation, plan, model, pools, seen)
+    proposal, memory = _propose(observation, plan, memory, problem, pools, seen, optimiser, said)
     counts = judging.counts(observation, plan, memory, model, pools, seen)
     proposal, choices, mixed = mixing.choose(
         proposal, observation, plan, memory, pools, counts, now_s=now_s
@@ -95,7 +97,9 @@ def decide(
     before = (memory.guard_p.desired, memory.guard_d.desired)
     # Who could not be given up is still there: the other pool counts on its GPUs in vain.
     acted.verdicts = guard.within(acted.verdicts, counts, limits, plan.budget_gpus, before)
-    memory = acted.memory
+    ration, memory = degrade.ordered(
+        observation, plan, acted.memory, problem, model, seen, said, now_s=now_s
+    )
     both = [
         _pool_decision(name, observation, plan, memory, verdict, proposal, count, pool, model, seen)
         for name, verdict, count, pool in zip(POOLS, acted.verdicts, counts, pools, strict=True)
@@ -140,6 +144,7 @@ def decide(
         rollout=acted.rollout,
         activations=acted.activations,
         flips=acted.flips,
+        ration=ration,
         candidates=() if proposal is None else proposal.candidates,
         binding=effect.binding(explained),
         expected=effect.expected(observation, plan, model, pools, seen, acted),
@@ -210,18 +215,11 @@ def _waiting(observation: Observation, pool: Pool) -> list[Reason]:
     ][:UNPAIRABLE_SAID_MAX]
 
 
-def _propose(
-    observation: Observation,
-    plan: Plan,
-    memory: Memory,
-    model: demand.Needs,
-    pools: Both,
-    seen: outlook.Forecasts,
-    optimiser: Optimiser,
-    said: list[Reason],
-) -> tuple[Proposal | None, Memory]:
-    """Ask the optimiser where the demand is known; else only what is certain may grow a pool."""
-    problem = Problem(
+def _problem(
+    observation: Observation, plan: Plan, model: demand.Needs, pools: Both, seen: outlook.Forecasts
+) -> Problem:
+    """Both pools of this instant, in the words of the optimiser."""
+    return Problem(
         prefill=model.model_p,
         decode=model.model_d,
         demand_p=Demand(
@@ -254,6 +252,19 @@ def _propose(
         # Classes differ in their GPUs: what a mix of them takes is bounded where it is chosen.
         budget_gpus=None if plan.prefill.classes or plan.decode.classes else plan.budget_gpus,
     )
+
+
+def _propose(
+    observation: Observation,
+    plan: Plan,
+    memory: Memory,
+    problem: Problem,
+    pools: Both,
+    seen: outlook.Forecasts,
+    optimiser: Optimiser,
+    said: list[Reason],
+) -> tuple[Proposal | None, Memory]:
+    """Ask the optimiser where the demand is known; else only what is certain may grow a pool."""
     live_p, live_d = (math.ceil(p.live_worth) for p in pools)
     if not blindly.knows(observation):
         return blindly.stand_in(observation, plan, memory, problem, (live_p, live_d), said)

@@ -13,6 +13,8 @@ from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import Role
 from readyplane_planner.capacity import Combine, Correction, Load
 from readyplane_planner.decide.drift import DriftMemory
+from readyplane_planner.decide.rations import Rationed, RationMemory
+from readyplane_planner.decide.rations import Rules as DegradationRules
 from readyplane_planner.forecast import Forecast, Knobs, Series
 from readyplane_planner.guard import Counts, Limits, PoolMemory
 from readyplane_planner.optimise.values import Candidate
@@ -123,6 +125,7 @@ class Plan:
     compiled: tuple[str, ...] = ()
     nodes: tuple[NodePlan, ...] = ()
     rollout: Rules = field(default_factory=Rules)
+    degradation: DegradationRules = field(default_factory=DegradationRules)
     paused: bool = False
     fallback_after: int = 10
     hand_hold_s: float = 0.0
@@ -261,6 +264,7 @@ class Memory:
         fallbacks: how often the optimiser failed, failing: in a row. blind: looks in a row without
         knowing. bases: what the windows rest on. drift, owned_p, owned_d: see drift, ownership.
         overrides: guard rules that changed a target. changing: told to serve, or to change the stage.
+        ration: see rations.
     """
 
     work_p: Series = field(default_factory=Series)
@@ -294,6 +298,7 @@ class Memory:
     owned_d: Owned = Owned()
     lives: tuple[tuple[str, float], ...] = ()
     changing: tuple[Changing, ...] = ()
+    ration: RationMemory = field(default_factory=RationMemory)
 
     def guard(self, pool: str) -> PoolMemory:
         """The guard's memory of a pool."""
@@ -437,6 +442,7 @@ class Decision:
         placements: artifacts that should lie where the next workers are expected to start.
         rollout: where the roll-out is.
         activations, flips: workers told to serve at last, and to serve the other stage.
+        ration: whom the router is to refuse meanwhile; None for nobody.
     """
 
     decision_id: str
@@ -462,12 +468,13 @@ class Decision:
     rollout: Told = field(default_factory=Told)
     activations: tuple[Activation, ...] = ()
     flips: tuple[Flip, ...] = ()
+    ration: Rationed | None = None
 
     @property
     def changed(self) -> bool:
         """Whether it moved a target, turned a roll-out or asks for anything."""
         moved = any(p.before != p.target for p in (self.prefill, self.decode))
-        told = self.activations or self.flips
+        told = self.activations or self.flips or (self.ration is not None and self.ration.turned)
         asked = self.orders or self.drains or self.releases or told
         return moved or self.rollout.turned or bool(asked)
 

@@ -120,6 +120,7 @@ def observe(
         bad=tuple(bad),
         dead_series=dead,
         generations=samples.generations(previous, current),
+        priorities=samples.priorities(previous, current) if kind is Kind.FRESH else (),
         degraded="" if current is None else current.degraded,
         dt_s=dt_s if rated else 0.0,
         extra={name: signal for name, signal in read.items() if name not in laid.OWN},

@@ -14,6 +14,7 @@ from readyplane_planner.signals.values import (
     GenerationEnds,
     Latency,
     Lengths,
+    PriorityWork,
     Priors,
     RouterSample,
 )
@@ -96,6 +97,25 @@ def generations(
             return None  # a counter that went back tells nothing (B15)
         if any(grown) or now.late:
             found.append(GenerationEnds(now.digest, *grown, now.late))
+    return tuple(found)
+
+
+def priorities(
+    previous: RouterSample | None, current: RouterSample | None
+) -> tuple[PriorityWork, ...]:
+    """What came by priority between two samples of one life; empty where that is not known.
+
+    A counter that went back began anew, for another of too many priorities: it tells nothing.
+    """
+    if previous is None or current is None or previous.incarnation != current.incarnation:
+        return ()
+    before = {p.priority: p for p in previous.priorities}
+    found = []
+    for now in current.priorities:
+        old = before.get(now.priority, PriorityWork(now.priority, 0.0, 0.0))
+        requests, tokens = now.requests - old.requests, now.tokens - old.tokens
+        if 0 < requests < HUGE and 0 <= tokens < HUGE:
+            found.append(PriorityWork(now.priority, requests, tokens))
     return tuple(found)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import Role, Worker, WorkerState
@@ -80,6 +81,17 @@ class GenerationEnds:
 
 
 @dataclass(frozen=True, slots=True)
+class PriorityWork:
+    """Requests and uncached prompt tokens of one priority; of a sample since the router began, of an
+    observation since the sample before.
+    """
+
+    priority: int
+    requests: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSample:
     """One answer of the router, stamped on receipt with the planner's own clock (B155).
 
@@ -93,6 +105,7 @@ class RouterSample:
         engines: what engines told beside the router (by worker and incarnation).
         by_targets: no router answered: the fleet is that of the engines that were read, and there
             are no counters.
+        priorities: arrivals. ration: the order of admission that the router follows; for people.
     """
 
     taken_s: float
@@ -108,6 +121,8 @@ class RouterSample:
     degraded: str = ""
     engines: tuple[EngineSample, ...] = ()
     by_targets: bool = False
+    priorities: tuple[PriorityWork, ...] = ()
+    ration: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +261,7 @@ class Observation:
         extra: signals that queries were configured for, beside those above; one that is not known
             holds a pool as any other does (B05). silent: sources that did not answer, and why.
         dt_s: seconds that the rates cover, 0 when there is no rate.
+        priorities: what came in them by priority; empty where that is not known.
     """
 
     model: str
@@ -277,6 +293,7 @@ class Observation:
     dt_s: float = 0.0
     extra: Mapping[str, Signal] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
+    priorities: tuple[PriorityWork, ...] = ()
 
     def signals(self) -> dict[str, Signal]:
         """By name, for the record, the metrics and a person."""
