@@ -14,7 +14,7 @@ from readyplane_planner.decide import Decision, Memory, OpenOrder, Plan, fast
 from readyplane_planner.decide.acting import act
 from readyplane_planner.decide.follow import Targets, follow
 from readyplane_planner.decide.pools import census, eta_s, not_draining, quantiles_of
-from readyplane_planner.decide.values import Changing
+from readyplane_planner.decide.values import Changing, Owned
 from readyplane_planner.guard import Verdict
 from readyplane_planner.journal import replayed
 from readyplane_planner.policy import make_plan, merged
@@ -383,3 +383,46 @@ async def test_what_it_took_is_told_with_the_decision_and_expected_the_next_time
     assert known["decode/h200-slow10/activate"].count == 1
     state = await run.service.state()
     assert state["pools"]["decode"]["standby"] in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("worker", "memory", "said"),
+    [
+        (view("w", P, DRAINING, told="flip"), Memory(), "prefill: w was told by hand"),
+        (view("w", D, DRAINING, told="flip"), Memory(), "decode: w was told by hand"),
+        (view("w", P, DRAINING, told="flip"), told("w", "flip", "decode"), ""),
+        (view("w", P, STANDBY, told="activate"), Memory(), ""),
+        (view("w", P), Memory(owned_p=Owned(known=("w",))), ""),
+        # It was a P worker in the last look, and nobody saw it change.
+        (view("w", D), Memory(owned_p=Owned(known=("w",))), "prefill: w was told by hand"),
+        (view("w", D), replace(told("w", "flip", "decode"), owned_p=Owned(known=("w",))), ""),
+    ],
+)
+def test_a_flip_that_no_planner_asked_for_is_told_apart(
+    worker: WorkerView, memory: Memory, said: str
+) -> None:
+    found = [f"{r.pool}: {r.text}" for r in fast.by_hand(seen(worker), memory)]
+    assert [text.startswith(said) for text in found] == ([True] if said else [])
+
+
+@pytest.mark.parametrize("least", [1, 3])
+async def test_a_flip_by_hand_is_no_loss_of_a_worker(least: int) -> None:
+    world = World(HandClock(), rps=lambda _t: 1.0)
+    run = await planner(world, merged(policy(), {"prefill": {"min": 3}}))
+    await run.step(25)
+    await run.service.set_policy({"prefill": {"min": least}}, merge=True)
+    await run.step(1)
+    chosen = world.members(P, READY)[0].order.worker_id
+    await world.flip(chosen, role=D, leader_epoch=run.service._leadership.epoch)
+    before = len(run.decisions)
+    await run.step(12)
+    why = [r for d in run.decisions[before:] for r in d.why if r.pool == "prefill"]
+    assert not [r for r in why if r.code == "lost" or "what was lost" in r.text]
+    turned = [r for r in why if r.code == "turned_by_hand"]
+    assert turned
+    assert turned[0].text.startswith(f"{chosen} was told by hand to serve decode")
+    replaced = {r.text for r in why if r.code == "replace"}
+    if least == 1:
+        assert "the other 2 are enough" in turned[0].text and not replaced
+    else:
+        assert f"1 ordered in its place ({chosen} was told by hand" in replaced.pop()

@@ -12,6 +12,7 @@ from readyplane_planner.decide import (
     degrade,
     demand,
     effect,
+    fast,
     judging,
     late,
     mixing,
@@ -69,6 +70,7 @@ def decide(
         optimiser: proposes targets; guard judges whatever it proposes, and stands in for it when
             it fails (R23.2).
     """
+    turned = fast.by_hand(observation, memory)
     limits, memory = judging.measured(observation, plan), not_draining(observation, memory)
     memory = rebase.rebased(memory, plan)
     pools = (
@@ -78,7 +80,7 @@ def decide(
     mixing.weigh(pools, observation, plan, memory)
     model, memory = demand.needs(observation, plan, memory, pools, now_s=now_s)
     seen = outlook.predict(observation, plan, model, pools)
-    said: list[Reason] = _facts(observation, plan, pools, memory)
+    said: list[Reason] = [*turned, *_facts(observation, plan, pools, memory)]
     problem = _problem(observation, plan, model, pools, seen)
     proposal, memory = _propose(observation, plan, memory, problem, pools, seen, optimiser, said)
     counts = judging.counts(observation, plan, memory, model, pools, seen)

@@ -32,6 +32,8 @@ ACTIVATE, FLIP = "activate", "flip"
 ACTIVATE_S_MAX = 30.0
 """An activation is told for so long; one that takes longer would be slower than a start."""
 UNSEEN_S_MAX = 15.0
+TURNED = "turned_by_hand"
+"""The code of what is said of a flip that no planner asked for."""
 PRIORS = {
     # Measured in the local stack (docs/fast-tier.md): renewal, canary and gate; for a flip the
     # renewal, a drain of next to nothing, the whole proof and the gate. The tail is a longer drain.
@@ -223,6 +225,27 @@ def changes(observation: Observation, memory: Memory) -> dict[str, Changing]:
             worker.worker_id, worker.told, to, observation.taken_s, ACTIVATE_S_MAX
         )
     return found
+
+
+def by_hand(observation: Observation, memory: Memory) -> list[Reason]:
+    """Workers that a person told to serve the other stage, on their way or there since the last look.
+
+    The pool they leave has not lost them. `memory`: before what is done was taken out of it.
+    """
+    own = {c.worker_id for c in memory.changing if c.kind == FLIP}
+    known = {"prefill": memory.owned_p.known or (), "decode": memory.owned_d.known or ()}
+    left = {name: set(members) for name, members in known.items()}
+    said = []
+    for worker in observation.workers:
+        pool = "prefill" if worker.role is ROLE_OF["prefill"] else "decode"
+        if worker.worker_id in left[OTHER[pool]]:
+            pool = OTHER[pool]
+        elif worker.told != FLIP:
+            continue
+        if worker.worker_id not in own:
+            text = f"{worker.worker_id} was told by hand to serve {OTHER[pool]}"
+            said.append(Reason(TURNED, text, pool))
+    return said
 
 
 def untold(observation: Observation, memory: Memory) -> tuple[list[Activation], list[Flip]]:

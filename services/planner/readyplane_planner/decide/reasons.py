@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from readyplane_planner.decide.fast import TURNED
 from readyplane_planner.decide.values import POOLS, Plan, PoolDecision, Reason
 from readyplane_planner.guard import Limits, PoolMemory, hold_down_s
 from readyplane_planner.optimise import Need, Proposal
@@ -93,7 +94,7 @@ def explained(
         elif pool.target < pool.before:
             first.extend(teller.shrinks(mine, plan, guards[place], limits[place], now_s))
         elif ordered[place] and not any(r.code == "rollout" for r in mine):
-            first.append(teller.replaces(ordered[place]))
+            first.append(teller.replaces(ordered[place], mine))
     ranked = sorted(said, key=lambda r: _rank(r.code))
     every = tuple(dict.fromkeys((*first, *ranked)))
     return every or (Reason("steady", "targets fit the demand"),)
@@ -152,9 +153,7 @@ class _Teller:
         if ceiling:
             return ceiling
         if pool.counts.live <= pool.target:
-            lost = pool.before - pool.counts.live
-            text = f"{self._short} lost {lost} of {pool.before} workers; {self._enough()}"
-            return [self._reason("lost", text)]
+            return self._fewer(mine)
         since_s = guard.surplus_since_s
         lasted = "" if since_s is None else f" for {now_s - since_s:.1f} s"
         asked = f" ({hold_down_s(guard, limits, now_s):.1f} s are asked for)"
@@ -167,11 +166,27 @@ class _Teller:
         )
         return [self._reason("surplus", text)]
 
-    def replaces(self, count: int) -> Reason:
+    def _fewer(self, mine: Sequence[Reason]) -> list[Reason]:
+        """Fewer are there, and they are enough: who was turned by hand is not lost."""
+        pool, turned = self._pool, [r for r in mine if r.code == TURNED]
+        gone = pool.before - pool.counts.live
+        lost = max(0, gone - len(turned))
+        found = []
+        if turned:
+            text = f"{'; '.join(r.text for r in turned)}; {self._enough()}"
+            found.append(self._reason(TURNED, text))
+        if lost or not turned:
+            text = f"{self._short} lost {lost} of {pool.before} workers; {self._enough()}"
+            found.append(self._reason("lost", text))
+        return found
+
+    def replaces(self, count: int, mine: Sequence[Reason]) -> Reason:
         """Why workers are ordered though the target stays."""
+        turned = "; ".join(r.text for r in mine if r.code == TURNED)
         live, target = self._pool.counts.live, self._pool.target
         what = f"{live} of {target} {self._short} workers are ready or on their way"
-        return self._reason("replace", f"{what}: {count} ordered for what was lost")
+        why = f"in its place ({turned})" if turned else "for what was lost"
+        return self._reason("replace", f"{what}: {count} ordered {why}")
 
     def _enough(self) -> str:
         if self._need is None:
