@@ -281,6 +281,7 @@ class RouterService:
         avoid: Sequence[str] = (),
         explain: bool = False,
         dry_run: bool = False,
+        chosen: Callable[[Pair], None] | None = None,
     ) -> Pair:
         check_shape(shape)
         desk = await self._desk_of(shape.model)
@@ -310,7 +311,7 @@ class RouterService:
             raise desk.rationing.error(why, now_s=entry.arrived_s)
         desk.waiting[reservation_id] = entry
         try:
-            pair = await self._place(desk, entry, explain=explain)
+            pair = await self._place(desk, entry, explain=explain, chosen=chosen)
         except BaseException as error:
             self._abandon(desk, entry, error)
             raise
@@ -364,7 +365,15 @@ class RouterService:
 
     # --------------------------------------------------------------------- placing
 
-    async def _place(self, desk: Desk, entry: Waiting, *, explain: bool) -> Pair:
+    async def _place(
+        self,
+        desk: Desk,
+        entry: Waiting,
+        *,
+        explain: bool,
+        chosen: Callable[[Pair], None] | None = None,
+    ) -> Pair:
+        """`chosen`: told of the first choice while it is being reserved, which may be refused."""
         first = True  # nothing has been waited for between arrival and here
         for attempt in range(TAKE_TRIES_MAX):
             desk.enqueue(entry)
@@ -373,6 +382,8 @@ class RouterService:
             held = await self._granted(desk, entry)
             explanation = self._explain(desk, entry, held) if explain else None
             pair = held.pair = self._pair(held, explanation)
+            if chosen is not None and not attempt:
+                chosen(pair)
             taken = await self._ledger.take(desk, held)
             if not taken.refused:
                 if taken.repeated:
