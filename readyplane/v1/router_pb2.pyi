@@ -1111,6 +1111,7 @@ class ModelSignals(google.protobuf.message.Message):
     GENERATIONS_FIELD_NUMBER: builtins.int
     PRIORITIES_FIELD_NUMBER: builtins.int
     RATION_FIELD_NUMBER: builtins.int
+    CLIENTS_FIELD_NUMBER: builtins.int
     model: builtins.str
     arrivals_total: builtins.int
     arrival_tokens_total: builtins.int
@@ -1161,6 +1162,12 @@ class ModelSignals(google.protobuf.message.Message):
     def ration(self) -> Global___RationOrder:
         """The order of admission in force; absent for none."""
 
+    @property
+    def clients(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClientSignals]:
+        """Of the requests that carry a tenant: the largest clients, bounded in number, the largest first.
+        What they leave of the model's counters is the rest.
+        """
+
     def __init__(
         self,
         *,
@@ -1191,11 +1198,40 @@ class ModelSignals(google.protobuf.message.Message):
         generations: collections.abc.Iterable[Global___GenerationSignals] | None = ...,
         priorities: collections.abc.Iterable[Global___PrioritySignals] | None = ...,
         ration: Global___RationOrder | None = ...,
+        clients: collections.abc.Iterable[Global___ClientSignals] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ration", b"ration", "tpot_actual", b"tpot_actual", "tpot_predicted", b"tpot_predicted", "ttft_actual", b"ttft_actual", "ttft_predicted", b"ttft_predicted"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborted_total", b"aborted_total", "arrival_tokens_total", b"arrival_tokens_total", "arrival_uncached_tokens_total", b"arrival_uncached_tokens_total", "arrivals_total", b"arrivals_total", "attained_total", b"attained_total", "decoding_kv_tokens", b"decoding_kv_tokens", "decoding_remaining_tokens", b"decoding_remaining_tokens", "decoding_requests", b"decoding_requests", "finished_prompt_tokens_total", b"finished_prompt_tokens_total", "finished_total", b"finished_total", "generations", b"generations", "handovers_total", b"handovers_total", "length_counts", b"length_counts", "model", b"model", "output_tokens_total", b"output_tokens_total", "prefilling_requests", b"prefilling_requests", "prefilling_tokens", b"prefilling_tokens", "priorities", b"priorities", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "ration", b"ration", "refused_total", b"refused_total", "repaired_total", b"repaired_total", "tpot_actual", b"tpot_actual", "tpot_predicted", b"tpot_predicted", "ttft_actual", b"ttft_actual", "ttft_predicted", b"ttft_predicted"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_total", b"aborted_total", "arrival_tokens_total", b"arrival_tokens_total", "arrival_uncached_tokens_total", b"arrival_uncached_tokens_total", "arrivals_total", b"arrivals_total", "attained_total", b"attained_total", "clients", b"clients", "decoding_kv_tokens", b"decoding_kv_tokens", "decoding_remaining_tokens", b"decoding_remaining_tokens", "decoding_requests", b"decoding_requests", "finished_prompt_tokens_total", b"finished_prompt_tokens_total", "finished_total", b"finished_total", "generations", b"generations", "handovers_total", b"handovers_total", "length_counts", b"length_counts", "model", b"model", "output_tokens_total", b"output_tokens_total", "prefilling_requests", b"prefilling_requests", "prefilling_tokens", b"prefilling_tokens", "priorities", b"priorities", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "ration", b"ration", "refused_total", b"refused_total", "repaired_total", b"repaired_total", "tpot_actual", b"tpot_actual", "tpot_predicted", b"tpot_predicted", "ttft_actual", b"ttft_actual", "ttft_predicted", b"ttft_predicted"]) -> None: ...
 
 Global___ModelSignals: typing_extensions.TypeAlias = ModelSignals
+
+@typing.final
+class ClientSignals(google.protobuf.message.Message):
+    """What one client has brought since its counting began."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: builtins.int
+    LIFE_FIELD_NUMBER: builtins.int
+    ARRIVALS_TOTAL_FIELD_NUMBER: builtins.int
+    ARRIVAL_UNCACHED_TOKENS_TOTAL_FIELD_NUMBER: builtins.int
+    client: builtins.str
+    """Its tenant, short and printable; what is not ends in its hash."""
+    life: builtins.int
+    """Another one after each new beginning at zero."""
+    arrivals_total: builtins.int
+    arrival_uncached_tokens_total: builtins.int
+    def __init__(
+        self,
+        *,
+        client: builtins.str = ...,
+        life: builtins.int = ...,
+        arrivals_total: builtins.int = ...,
+        arrival_uncached_tokens_total: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrival_uncached_tokens_total", b"arrival_uncached_tokens_total", "arrivals_total", b"arrivals_total", "client", b"client", "life", b"life"]) -> None: ...
+
+Global___ClientSignals: typing_extensions.TypeAlias = ClientSignals
 
 @typing.final
 class PrioritySignals(google.protobuf.message.Message):

@@ -8,6 +8,7 @@ from typing import Any
 from readyplane.core.errors import InvalidField
 from readyplane.core.work import ISL_EDGES, OSL_EDGES, EventKind, RequestEvent, RequestShape, Slo
 from readyplane.ports import (
+    ClientSignals,
     Directive,
     End,
     GateVerdict,
@@ -439,6 +440,15 @@ def model_signals_to_proto(signals: ModelSignals) -> pb.ModelSignals:
             for p in signals.priorities
         ],
         ration=None if signals.ration is None else ration_to_proto(signals.ration),
+        clients=[
+            pb.ClientSignals(
+                client=c.client,
+                life=c.life,
+                arrivals_total=c.arrivals_total,
+                arrival_uncached_tokens_total=c.arrival_uncached_tokens_total,
+            )
+            for c in signals.clients
+        ],
     )
 
 
@@ -481,6 +491,10 @@ def model_signals_from_proto(message: pb.ModelSignals) -> ModelSignals:
         generations=generations,
         priorities=priorities,
         ration=ration_from_proto(message.ration) if message.HasField("ration") else None,
+        clients=tuple(
+            ClientSignals(c.client, c.life, c.arrivals_total, c.arrival_uncached_tokens_total)
+            for c in message.clients
+        ),
     )
 
 

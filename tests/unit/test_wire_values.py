@@ -111,6 +111,7 @@ signals = st.builds(
     ttft_actual=windows, ttft_predicted=windows, tpot_actual=windows, tpot_predicted=windows,
     length_counts=tables,
     generations=many(st.builds(ports.GenerationSignals, texts, whole, whole, whole, whole)),
+    clients=many(st.builds(ports.ClientSignals, texts, whole, whole, whole)),
     priorities=many(st.builds(ports.PrioritySignals, small, whole, whole, whole)),
     ration=maybe(rations),
 )  # fmt: skip

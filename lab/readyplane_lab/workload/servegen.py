@@ -80,11 +80,15 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A drawn workload as columns, in order of arrival, the first at 0: what a fluid needs."""
+    """A drawn workload as columns, in order of arrival, the first at 0: what a fluid needs.
+
+    `client`: the number of who asked.
+    """
 
     at_s: Floats
     isl: Ints
     osl: Ints
+    client: Ints
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -93,11 +97,12 @@ class Columns:
 class Drawn(Sequence[WorkloadRequest]):
     """The same as requests, made when they are looked at: a day of a cloud does not fit otherwise.
 
-    Every prompt is its own.
+    Every prompt is its own. `labelled`: each carries its client as its tenant.
     """
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, *, labelled: bool = False) -> None:
         self.columns = columns
+        self.labelled = labelled
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -111,18 +116,23 @@ class Drawn(Sequence[WorkloadRequest]):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = range(len(self))[index]
         own = self.columns
-        isl = int(own.isl[i])
-        return WorkloadRequest(i, float(own.at_s[i]), isl, int(own.osl[i]), ((_UNIQUE + i, isl),))
+        isl, parts = int(own.isl[i]), ((_UNIQUE + i, int(own.isl[i])),)
+        tenant = _tenant(int(own.client[i])) if self.labelled else ""
+        return WorkloadRequest(i, float(own.at_s[i]), isl, int(own.osl[i]), parts, tenant)
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
         own, step = self.columns, 65_536
         for begin in range(0, len(self), step):
             part = slice(begin, begin + step)
-            rows = zip(
-                own.at_s[part].tolist(), own.isl[part].tolist(), own.osl[part].tolist(), strict=True
-            )
-            for i, (at_s, isl, osl) in enumerate(rows, begin):
-                yield WorkloadRequest(i, at_s, isl, osl, ((_UNIQUE + i, isl),))
+            columns = (own.at_s, own.isl, own.osl, own.client)
+            rows = zip(*(column[part].tolist() for column in columns), strict=True)
+            for i, (at_s, isl, osl, client) in enumerate(rows, begin):
+                tenant = _tenant(client) if self.labelled else ""
+                yield WorkloadRequest(i, at_s, isl, osl, ((_UNIQUE + i, isl),), tenant)
+
+
+def _tenant(client: int) -> str:
+    return f"client-{client}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +213,7 @@ class ServeGen:
             )
         parts = [self._of_client(client, window, scale, seed) for client in self.clients]
         at_s, isl, osl = (np.concatenate([p[i] for p in parts]) for i in range(3))
+        client = np.repeat([c.number for c in self.clients], [len(p[0]) for p in parts])
         if not len(at_s):
             raise InvalidField("scale", scale, "give a larger one: it brings no request")
         order = np.argsort(at_s, kind="stable")
@@ -211,6 +222,7 @@ class ServeGen:
             at_s=at_s - at_s[0],
             isl=isl[order].astype(np.int64),
             osl=osl[order].astype(np.int64),
+            client=client[order].astype(np.int64),
         )
 
     def _of_client(
@@ -302,18 +314,27 @@ def _weibull_shapes() -> tuple[Floats, Floats]:
 
 
 def servegen_day(
-    name: str, day: int, scale: float, seed: int, *, from_h: float = 0.0, hours: float = 24.0
+    name: str,
+    day: int,
+    scale: float,
+    seed: int,
+    *,
+    from_h: float = 0.0,
+    hours: float = 24.0,
+    labelled: bool = False,
 ) -> Drawn:
     """Requests of a day, or of some hours of it.
 
     Args:
         name: `m-large` or `m-small`. day: 0 to 13. scale: of the published rates.
+        labelled: each request carries its client as its tenant; what is drawn is the same.
 
     Raises:
         InvalidField: the data is not there, or the day or scale is not possible.
     """
     window = Window.of_day(day, from_h=from_h, hours=hours)
-    return Drawn(servegen(name).draw(window, scale=scale, seed=seed))
+    columns = servegen(name).draw(window, scale=scale, seed=seed)
+    return Drawn(columns, labelled=labelled)
 
 
 def servegen(name: str) -> ServeGen:
