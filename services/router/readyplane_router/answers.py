@@ -159,5 +159,6 @@ def model_signals(desk: Desk, now_s: float) -> ModelSignals:
         generations=desk.ends_by_generation(now_s=now_s),
         priorities=desk.rationing.snapshot(),
         ration=desk.rationing.order(now_s=now_s),
+        clients=desk.clients.top(),
         **windows,
     )

@@ -18,6 +18,7 @@ from readyplane.core.errors import NoCompatiblePair, NoPair, Overloaded, PromptT
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, sequence_hashes
 from readyplane.ports import GenerationSignals, Pair
 from readyplane_router.bookings import PREFILL_SIDE, Bookings, Held, Owed, busy
+from readyplane_router.clients import Clients
 from readyplane_router.ends import Ends
 from readyplane_router.pair import Ask, Chosen, Shed, Wait, decide
 from readyplane_router.policy import RouterPolicy
@@ -87,6 +88,7 @@ class Desk(Bookings):
         }
         self.refusals: dict[str, int] = {}
         self.ends = Ends()
+        self.clients = Clients()
         self.rationing = Rationing()
         self.generations = Generations()
         self.take_conflicts = 0

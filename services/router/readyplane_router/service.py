@@ -583,6 +583,8 @@ class RouterService:
         counters.arrivals += 1
         counters.arrival_tokens += isl
         counters.arrival_uncached_tokens += max(1, isl - most)
+        if entry.shape.tenant:
+            desk.clients.arrived(entry.shape, max(1, isl - most), desk.lengths, entry.arrived_s)
         priority = entry.shape.priority
         return desk.rationing.arrived(priority, max(1, isl - most), now_s=entry.arrived_s)
 
