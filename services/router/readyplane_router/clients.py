@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from readyplane.core.work import RequestShape
 from readyplane.ports import ClientSignals
+from readyplane_router.signals import Lengths
 
 CLIENTS_KEPT_MAX = 64
 CLIENTS_TOLD_MAX = 16
@@ -47,6 +49,15 @@ class Clients:
     _lives: int = 0
     _base_s: float = 0.0
     _total: float = 0.0
+
+    def arrived(
+        self, shape: RequestShape, uncached_tokens: int, lengths: Lengths, now_s: float
+    ) -> None:
+        """A labelled request, with what it has to compute here and the output to be expected."""
+        output_tokens, _ = lengths.remaining(shape.isl, 0, shape.max_tokens)
+        self.add(
+            shape.tenant, uncached_tokens=uncached_tokens, output_tokens=output_tokens, now_s=now_s
+        )
 
     def add(self, tenant: str, *, uncached_tokens: int, output_tokens: float, now_s: float) -> None:
         """One labelled request that has arrived, with the output that is expected of it.
