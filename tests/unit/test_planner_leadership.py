@@ -1,11 +1,19 @@
 """Who leads: each change is told once, however often it is asked."""
 
 import logging
+import socket
+from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
+from readyplane.core.errors import Unavailable
+from readyplane.kit.telemetry import Metrics
+from readyplane_planner.__main__ import Settings
 from readyplane_planner.journal import MemoryJournal
-from readyplane_planner.leadership import Leadership, MemoryLeaseStore
+from readyplane_planner.leadership import Leadership, MemoryLeaseStore, address_of, named
+from readyplane_planner.metrics import PlannerMetrics
+from tests.unit.planner_world import MODEL, HandClock, World, planner
 
 
 async def test_each_change_of_who_leads_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -41,3 +49,67 @@ async def test_each_change_of_who_leads_is_logged_once(caplog: pytest.LogCapture
     for _ in range(2):
         await second.resign()
     assert told() == ["m: leading under number 3", "m: no longer leading: it ends"]
+
+
+@pytest.mark.parametrize(
+    ("given", "listening", "reached"),
+    [
+        ({}, "127.0.0.1:4242", "127.0.0.1:4242"),
+        ({"host": "10.0.0.7"}, "10.0.0.7:4242", "10.0.0.7:4242"),
+        ({"host": "0.0.0.0"}, "127.0.0.1:4242", f"{socket.gethostname()}:4242"),
+        ({"host": "::"}, "[::1]:4242", f"{socket.gethostname()}:4242"),
+        ({"host": "0.0.0.0", "advertise": "planner-1.planner:9"}, "127.0.0.1:4242", ""),
+    ],
+)
+def test_a_holder_is_named_by_where_it_is_reached(
+    given: dict[str, Any], listening: str, reached: str
+) -> None:
+    at = Settings(**given).reached_at(listening)
+    assert at == (reached or given["advertise"])
+    assert address_of(named(at, "9f2c")) == at
+    assert named(at, "9f2c") != named(at, "77aa"), "two lives at one address are two holders"
+    assert (address_of("one"), address_of("")) == ("one", "")
+
+
+async def test_who_stands_by_says_where_the_leader_is_and_shows_no_targets() -> None:
+    clock = HandClock()
+    world = World(clock, rps=lambda _t: 1.0)
+    run = await planner(world)
+    registry = Metrics()
+    run.service._metrics = PlannerMetrics(registry)
+    store = MemoryLeaseStore(clock.monotonic_s)
+    mine = Leadership(
+        store,
+        name=MODEL,
+        holder=named("planner-0:7003", "1"),
+        ttl_s=10.0,
+        now_s=clock.monotonic_s,
+    )
+    run.service._leadership = mine
+    await run.step(5)
+    targets = (
+        "readyplane_desired_replicas{",
+        "readyplane_desired_tokens_per_second{",
+        "readyplane_desired_ready_gap_tokens_per_second{",
+        "readyplane_target_reversals{",
+    )
+    text = generate_latest(registry).decode()
+    assert 'readyplane_planner_leading{model="demo"} 1.0' in text
+    assert all(f"\n{name}" in text for name in targets)
+    state = await run.service.state()
+    assert state["leader"] == {"here": True, "at": "planner-0:7003", "epoch": 1}
+    counted = text.count("readyplane_decisions_total{")
+
+    await mine.resign()
+    assert await store.take(MODEL, named("planner-1:7003", "2"), 60.0)
+    await run.step(5)
+    text = generate_latest(registry).decode()
+    assert 'readyplane_planner_leading{model="demo"} 0.0' in text
+    assert not any(f"\n{name}" in text for name in targets)
+    assert "\nreadyplane_ready_replicas{" in text, "what is there is told by everybody"
+    assert text.count("readyplane_decisions_total{") == counted
+    state = await run.service.state()
+    assert state["leader"] == {"here": False, "at": "planner-1:7003", "epoch": 0}
+    assert "planner-1:7003 leads" in state["degraded"]
+    with pytest.raises(Unavailable, match="--planner planner-1:7003"):
+        await run.service.upgrades.ask("pause", asked_id="a")

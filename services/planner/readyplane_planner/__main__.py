@@ -25,7 +25,7 @@ from readyplane.kit.settings import ServiceSettings, parse_settings
 from readyplane.kit.telemetry import metrics, setup_logging
 from readyplane.ports import Router
 from readyplane_planner import api, rpc
-from readyplane_planner.leadership import Leadership
+from readyplane_planner.leadership import Leadership, named
 from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.policy import Policy
 from readyplane_planner.policy_file import PolicyFile, load_policy
@@ -50,6 +50,12 @@ class Settings(ServiceSettings):
         2.0, ge=0, le=3600, description="look so often whether the --policy file changed; 0: never"
     )
     leader_ttl_s: float = Field(10.0, ge=1, le=300, description="leadership lease")
+    advertise: str = Field(
+        default="",
+        max_length=255,
+        description="host:port of its gRPC where people reach it, told by those that stand by;"
+        " empty: where it listens",
+    )
     sample_every_s: float = Field(30.0, ge=1, le=3600, description="journal a decision at rest")
     keep_decisions: int = Field(
         20_000, ge=100, le=10_000_000, description="journal at most so many"
@@ -68,6 +74,15 @@ class Settings(ServiceSettings):
     prometheus_token: str = Field(
         default="", repr=False, description="bearer token for Prometheus; better as a variable"
     )
+
+    def reached_at(self, listening: str) -> str:
+        """Where people reach this planner, given where it listens.
+
+        One that listens everywhere is reached by its machine's name.
+        """
+        everywhere = self.host in {"", "0.0.0.0", "::"}
+        port = listening.rpartition(":")[2]
+        return self.advertise or (f"{socket.gethostname()}:{port}" if everywhere else listening)
 
     def first_sources(self, model: str, clock: Clock) -> SignalSources | None:
         """The sources of the given file; without a router there must be some.
@@ -127,6 +142,14 @@ async def main(settings: Settings) -> None:
     registry = RegistryClient(settings.registry, settings.token)
     try:
         await check_eviction(client)
+        life = secrets.token_hex(6)
+        leadership = Leadership(
+            RedisLeaseStore(client),
+            name=policy.model,
+            holder=life,
+            ttl_s=settings.leader_ttl_s,
+            now_s=clock.monotonic_s,
+        )
         service = PlannerService(
             policy=policy,
             # The two methods that it has are all that the planner asks of a router.
@@ -134,13 +157,7 @@ async def main(settings: Settings) -> None:
             actuator=actuator,
             registry=registry,
             journal=PostgresJournal(engine),
-            leadership=Leadership(
-                RedisLeaseStore(client),
-                name=policy.model,
-                holder=f"{socket.gethostname()}-{secrets.token_hex(6)}",
-                ttl_s=settings.leader_ttl_s,
-                now_s=clock.monotonic_s,
-            ),
+            leadership=leadership,
             clock=clock,
             make_id=lambda: secrets.token_hex(4),
             metrics=PlannerMetrics(metrics),
@@ -154,11 +171,17 @@ async def main(settings: Settings) -> None:
             beyond=beyond,
         )
         await service.begin()
-        background: list[Background] = [service.run]
+        server = ServiceServer("planner", settings)
+
+        async def lead() -> None:
+            # Where it is reached is known once the ports are bound.
+            leadership.holder = named(settings.reached_at(server.grpc_address), life)
+            await service.run()
+
+        background: list[Background] = [lead]
         if settings.policy_again:
             await service.adopt(policy)
             background += watchers(settings, service, clock)
-        server = ServiceServer("planner", settings)
         server.add_grpc(lambda grpc_server: rpc.register(grpc_server, service), rpc.FULL_NAME)
         server.app.include_router(api.routes(service, server.stopping))
         api.mount_page(server.app)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
+
+LIFE = "/"
+"""Between the address and the life in a holder's name."""
 
 
 class LeaseStore(Protocol):
@@ -58,11 +61,25 @@ class MemoryLeaseStore:
         return found[0] if found is not None and found[1] > self._now_s() else ""
 
 
+def named(address: str, life: str) -> str:
+    """A holder's name: where it is reached (`host:port`), and which process life it is.
+
+    Whoever stands by sends people there; two lives at one address are still two holders.
+    """
+    return f"{address}{LIFE}{life}"
+
+
+def address_of(holder: str) -> str:
+    """Where the holder of that name is reached; the name itself where it carries no address."""
+    return holder.rpartition(LIFE)[0] or holder
+
+
 class Leadership:
     """One planner's view of its own right to act.
 
     Attributes:
-        epoch: fencing number, 0 while not leading.
+        epoch: fencing number, 0 while not leading. holder: its name in the lease, see `named`.
+        other: who leads instead; empty where nobody is known to.
     """
 
     def __init__(
@@ -76,13 +93,18 @@ class Leadership:
     ) -> None:
         self._store = store
         self._name = name
-        self._holder = holder
+        self.holder = holder
         self._ttl_s = ttl_s
         self._now_s = now_s
         self._until_s = 0.0
         self._logged = ""
         self.epoch = 0
         self.other = ""
+
+    def document(self) -> dict[str, Any]:
+        """Who leads, for people: `at` is where that planner is reached, null where nobody leads."""
+        who = self.holder if self.leading else self.other
+        return {"here": self.leading, "at": address_of(who) or None, "epoch": self.epoch}
 
     @property
     def leading(self) -> bool:
@@ -92,11 +114,13 @@ class Leadership:
     async def renew(self, next_epoch: Callable[[], object]) -> bool:
         """Take or renew; a new term asks `next_epoch` (awaitable) for its number."""
         asked_s = self._now_s()
-        held = await self._store.take(self._name, self._holder, self._ttl_s)
+        held = await self._store.take(self._name, self.holder, self._ttl_s)
         if not held:
             self.epoch, self._until_s = 0, 0.0
             self.other = await self._store.holder(self._name)
-            self._log(f"following {self.other}" if self.other else "following nobody yet")
+            self._log(
+                f"following {address_of(self.other)}" if self.other else "following nobody yet"
+            )
             return False
         if not self.leading:
             number = next_epoch()
@@ -124,10 +148,10 @@ class Leadership:
         if self.epoch:
             self._log("no longer leading: it ends")
         self.epoch, self._until_s = 0, 0.0
-        await self._store.give_up(self._name, self._holder)
+        await self._store.give_up(self._name, self.holder)
 
     def _log(self, state: str) -> None:
         """Tell of a change, once."""
         if state != self._logged:
             self._logged = state
-            log.info("%s: %s", self._name, state, extra={"holder": self._holder})
+            log.info("%s: %s", self._name, state, extra={"holder": self.holder})

@@ -126,7 +126,7 @@ class PlannerMetrics:
         """Write one tick; `pools` is that part of its state document."""
         plan = seen.plan
         for name in POOLS:
-            self._pool(name, seen, pools[name], memory, plan)
+            self._pool(name, seen, pools[name], memory, plan, leading=leading)
         model, decision = plan.model, seen.decision
         for kind, happened in (
             ("order", bool(decision.orders)),
@@ -134,7 +134,7 @@ class PlannerMetrics:
             ("release", bool(decision.releases)),
             ("hold", not decision.changed),
         ):
-            if happened:
+            if happened and leading:
                 self._decisions.labels(model, kind).inc()
         for rule, count in memory.overrides.items():
             grown = count - self._rules.get(rule, 0)
@@ -168,7 +168,14 @@ class PlannerMetrics:
         self._calls.labels(model, outcome).inc()
 
     def _pool(
-        self, name: str, seen: Seen, row: Mapping[str, Any], memory: Memory, plan: Plan
+        self,
+        name: str,
+        seen: Seen,
+        row: Mapping[str, Any],
+        memory: Memory,
+        plan: Plan,
+        *,
+        leading: bool,
     ) -> None:
         pool = seen.decision.pool(name)
         labels = (name, plan.pool(name).worker_class, plan.model)
@@ -192,6 +199,10 @@ class PlannerMetrics:
         known[self._queue if name == "prefill" else self._active] = (
             row["queue_tokens"] if name == "prefill" else row["active"]
         )
+        if not leading:
+            # Whoever stands by has targets of no meaning; the leader's are told by the leader.
+            targets = (self._desired, self._rates["desired_rate"], self._gap, self._reversals)
+            known.update(dict.fromkeys(targets))
         for family, value in known.items():
             if value is None:
                 family.forget(pool=name, model=plan.model)

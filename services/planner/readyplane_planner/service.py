@@ -29,7 +29,7 @@ from readyplane_planner.journal import (
     row_of,
 )
 from readyplane_planner.judgement import totals_of
-from readyplane_planner.leadership import Leadership
+from readyplane_planner.leadership import Leadership, address_of
 from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.optimisers import thinker
 from readyplane_planner.outcomes import Follower, Judge
@@ -423,7 +423,7 @@ class PlannerService:
     def _show(self, seen: Seen, *, leading: bool) -> None:
         """Keep what a person may ask for; the whole document is made only when somebody looks."""
         if not leading:
-            holder = self._leadership.other or "nobody yet"
+            holder = address_of(self._leadership.other) or "nobody yet"
             seen = replace(seen, degraded=seen.degraded or f"standing by; {holder} leads")
         self._last = seen
         self._history.add(seen)
@@ -437,7 +437,8 @@ class PlannerService:
 
     def _document(self, seen: Seen) -> dict[str, Any]:
         state = state_document(seen, state_pools(seen), self._recent)
-        return {**state, "policy_warnings": self._in_force.warnings}
+        warnings = self._in_force.warnings
+        return {**state, "policy_warnings": warnings, "leader": self._leadership.document()}
 
     async def state(self, model: str = "") -> dict[str, Any]:
         """See the port. Raises NotFound for another model, Unavailable before the first tick."""

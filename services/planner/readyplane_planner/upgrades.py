@@ -88,6 +88,7 @@ class Upgrades:
             "decided_version": state["policy_version"],
             "paused": policy["paused"],
             "degraded": state["degraded"],
+            "leader": state["leader"],
         }
 
     async def ask(
@@ -114,7 +115,8 @@ class Upgrades:
             return shown
         if not self._leading():
             raise Unavailable(
-                f"this planner stands by ({shown['degraded']})", "ask the one that leads"
+                f"this planner stands by ({shown['degraded']})",
+                f"ask the one that leads: --planner {shown['leader']['at'] or 'HOST:PORT'}",
             )
         changes: dict[str, Any] = {
             "rollout": {
