@@ -14,18 +14,14 @@ from readyplane.kit.clock import SystemClock
 from readyplane.kit.redis import connect
 from readyplane_router import lease
 from readyplane_router.redis import RedisStore
+from readyplane_router.seats import ALL_SIDES, INCOMPLETE, PUT_BACK, TWIN, Side, Take, Taken, Use
 from readyplane_router.store import (
-    ALL_SIDES,
     Change,
     KvEntry,
     MemoryStore,
     Record,
     Renew,
-    Side,
     Store,
-    Take,
-    Taken,
-    Use,
     Vitals,
 )
 from tests.router_world import evidence, offer, serving
@@ -314,13 +310,53 @@ async def test_reservations_run_out_unless_extended_and_are_told_once(case: Case
     assert await store.release(M, [("short", ALL_SIDES)]) == 1
 
 
-async def test_what_was_promised_without_the_store_is_put_back_by_force(case: Case) -> None:
-    await seated(case.store, "p0", n=1)
-    await seated(case.store, "d0", n=1)
-    await case.store.take(M, pair("r1"))
-    forced = await case.store.take(M, replace(pair("r2"), force=True))
-    assert not forced.refused
-    assert (await case.store.usage(M))["d0"].sequences == 2
+async def test_what_was_promised_without_the_store_is_put_back_compared_by_nobody(
+    case: Case,
+) -> None:
+    store = case.store
+    await seated(store, "p0", n=1)
+    await seated(store, "d0", n=1)
+    await store.take(M, pair("r1"))
+    assert await store.put_back(M, [pair("r2")]) == [PUT_BACK]
+    assert (await store.usage(M))["d0"].sequences == 2
+    # What is there already is made what its router holds: grown, its prefill end given back.
+    grown = replace(pair("r1"), sides=(Side("p0", 1, Use()), Side("d0", 1, Use(1, 26))))
+    for _ in range(2):
+        assert await store.put_back(M, [grown, pair("r2")]) == [PUT_BACK, PUT_BACK]
+        assert await store.usage(M) == {"p0": Use(1, 10, 1_000, 160), "d0": Use(2, 36)}
+    other = replace(pair("r1"), payload="another router's pair")
+    assert await store.put_back(M, [other]) == [TWIN]
+    assert await store.release(M, [("r1", ALL_SIDES), ("r2", ALL_SIDES)]) == 0
+    assert await store.usage(M) == {"p0": Use(), "d0": Use()}
+
+
+async def test_what_was_put_back_before_its_seat_takes_nothing_from_others(case: Case) -> None:
+    """Counted on no seat, released from no seat: else two would be promised its place."""
+    store = case.store
+    await seated(store, "p0")
+    assert await store.put_back(M, [pair("early"), pair("late")]) == [INCOMPLETE, INCOMPLETE]
+    await seated(store, "d0", n=1)
+    assert not (await store.take(M, pair("r"))).refused
+    assert await store.release(M, [("early", ALL_SIDES)]) == 0
+    assert (await store.usage(M))["d0"] == Use(1, 10)
+    assert (await store.take(M, pair("s"))).refused == "d0: no free sequence"
+    assert await store.put_back(M, [pair("late")]) == [PUT_BACK]
+    assert (await store.usage(M)) == {"p0": Use(2, 20, 2_000, 320), "d0": Use(2, 20)}
+
+
+async def test_a_seat_made_anew_under_its_epoch_is_another_seat(case: Case) -> None:
+    """Forgotten, then restored by the router that still has it: old releases do not reach it."""
+    store = case.store
+    await seated(store, "p0")
+    await seated(store, "d0")
+    await store.take(M, pair("old"))
+    await store.end(record("d0", state=WorkerState.GONE))
+    await store.forget(M, "d0", 1)
+    assert await store.restore(record("d0"), ttl_s=LONG_S, vitals=None)
+    await store.seat(M, "d0", 1, is_open=True, sequences=4, blocks=100)
+    await store.take(M, pair("new"))
+    await store.release(M, [("old", ALL_SIDES)])
+    assert (await store.usage(M))["d0"] == Use(1, 10)
 
 
 async def test_two_at_once_never_take_the_last_place_both(case: Case) -> None:

@@ -25,7 +25,7 @@ from readyplane_router.ends import LOST_WAIT_S
 from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.service import RouterService
-from readyplane_router.store import Use
+from readyplane_router.seats import Use
 from tests.router_world import (
     DIGEST,
     MODEL,

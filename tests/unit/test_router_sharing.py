@@ -1,25 +1,20 @@
 """Several routers on one store, and one router without its store, on virtual time."""
 
 import asyncio
-import contextlib
 import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from readyplane.core.errors import LostLease, NoPair, ReadyplaneError, StaleEpoch, Unavailable
-from readyplane.core.work import EventKind, RequestEvent, Slo, sequence_hashes
+from readyplane.core.work import EventKind, Slo, sequence_hashes
 from readyplane.core.worker import Role, WorkerState
-from readyplane.ports import KvEvent, KvEventBatch, Pair
-from readyplane_lab.simulator.loop import VirtualLoop
+from readyplane.ports import KvEvent, KvEventBatch
 from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
-from readyplane_router.service import RouterService
-from readyplane_router.store import MemoryStore, Use
+from readyplane_router.seats import Use
+from readyplane_router.store import MemoryStore
 from tests.router_world import (
     MODEL,
     SERVED,
@@ -393,196 +388,3 @@ def test_with_several_routers_a_cut_off_one_serves_its_share_only() -> None:
         assert placed == 10  # five each
 
     on_virtual_time(main, policy=POLICY)
-
-
-# --------------------------------------------------------------------------- every interleaving
-
-
-class SharedReservations(RuleBasedStateMachine):
-    """Routers, crashes, expiries, retries against what must hold: no leak, no double booking."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loop = VirtualLoop()
-        self.world = World(self.loop, policy=POLICY, shared=True)
-        self.routers: list[RouterService] = []
-        self.open: dict[str, Pair] = {}
-        self.workers: dict[str, FakeWorker] = {}
-        self.count = 0
-
-    def run(self, work: Any) -> Any:
-        return self.loop.run_until_complete(work)
-
-    @initialize()
-    def begin(self) -> None:
-        async def start() -> None:
-            self.routers = [await self.world.router(), await self.world.router()]
-            for name, role in (("p0", P), ("d0", D), ("d1", D)):
-                await self._start(name, role)
-            await asyncio.sleep(1.2)
-
-        self.run(start())
-
-    async def _start(self, name: str, role: Role) -> None:
-        self.count += 1
-        serves = serving(max_num_seqs=4, blocks=400)
-        self.workers[name] = await self.world.worker(
-            self.routers[self.count % 2],
-            name,
-            role,
-            serves=serves,
-            incarnation=f"{name}-{self.count}",
-            renewing=False,
-        )
-
-    @rule(which=st.integers(0, 1), isl=st.integers(1, 600))
-    def route(self, which: int, isl: int) -> None:
-        self.count += 1
-        request = shape(f"r{self.count}", isl, first=self.count)
-
-        async def ask() -> None:
-            try:
-                pair = await self.routers[which].route(request)
-            except ReadyplaneError:
-                return
-            self.open[pair.reservation_id] = pair
-
-        self.run(ask())
-
-    @rule(which=st.integers(0, 1), number=st.integers(0, 9), again=st.integers(1, 2))
-    def repeat(self, which: int, number: int, again: int) -> None:
-        """The same call again, at either router: the same reservation or, if over, a new one."""
-        if not self.open:
-            return
-        reservation = list(self.open)[number % len(self.open)]
-        request_id = reservation.rpartition(".")[0]
-
-        async def ask() -> None:
-            for _ in range(again):
-                try:
-                    pair = await self.routers[which].route(shape(request_id, 32))
-                    self.open[pair.reservation_id] = pair
-                except ReadyplaneError:
-                    return
-
-        self.run(ask())
-
-    @rule(
-        which=st.integers(0, 1),
-        number=st.integers(0, 9),
-        kind=st.sampled_from(
-            [
-                EventKind.PREFILL_DONE,
-                EventKind.FIRST_TOKEN,
-                EventKind.PROGRESS,
-                EventKind.FINISHED,
-                EventKind.FINISHED,
-                EventKind.ABORTED,
-                EventKind.LEG_FAILED,
-            ]
-        ),
-        tokens=st.integers(0, 900),
-    )
-    def tell(self, which: int, number: int, kind: EventKind, tokens: int) -> None:
-        if not self.open:
-            return
-        reservation = list(self.open)[number % len(self.open)]
-        event = RequestEvent(reservation, kind, output_tokens=tokens, failed_worker_id="p0")
-        self.run(self.routers[which].complete([event]))
-        if kind in (EventKind.FINISHED, EventKind.ABORTED, EventKind.LEG_FAILED):
-            self.open.pop(reservation)
-
-    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]), renewing=st.booleans())
-    def time_passes(self, seconds: float, renewing: bool) -> None:
-        async def wait() -> None:
-            if renewing:
-                for worker in self.workers.values():
-                    with contextlib.suppress(ReadyplaneError):
-                        await worker.renew()
-            await asyncio.sleep(seconds)
-
-        self.run(wait())
-
-    @rule(name=st.sampled_from(["p0", "d0", "d1"]))
-    def worker_restarts(self, name: str) -> None:
-        self.run(self._start(name, P if name == "p0" else D))
-
-    @rule(name=st.sampled_from(["d0", "d1"]))
-    def worker_leaves(self, name: str) -> None:
-        self.run(self.workers[name].leave())
-
-    @rule(which=st.integers(0, 1))
-    def router_crashes(self, which: int) -> None:
-        """Its memory is gone; another one starts on the same store."""
-
-        async def replace_it() -> None:
-            old = self.routers[which]
-            for model in old.desks:
-                timer = old._timers.pop(model, None)
-                if timer is not None:
-                    timer[1].cancel()
-            task = self.world._tasks[which]
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            fresh = self.world.service()
-            await fresh.start()
-            self.world._tasks[which] = asyncio.create_task(fresh.run())
-            self.routers[which] = fresh
-
-        self.run(replace_it())
-
-    @invariant()
-    def the_store_adds_up_and_is_never_overbooked(self) -> None:
-        if not self.routers:
-            return
-        store = self.world.store
-        assert isinstance(store, MemoryStore)
-        model = store._model(MODEL)
-        for worker_id, seat in model.seats.items():
-            sides = [
-                side
-                for reservation in model.reservations.values()
-                for side in reservation.sides
-                if side is not None and side.worker_id == worker_id and side.epoch == seat.epoch
-            ]
-            assert seat.used.sequences == len(sides)
-            assert seat.used.blocks == sum(side.use.blocks for side in sides)
-            assert seat.used.sequences <= seat.sequences
-
-    @invariant()
-    def each_router_s_books_balance(self) -> None:
-        for router in self.routers:
-            for desk in router.desks.values():
-                for seat in desk.seats.values():
-                    held = [h for h in desk.held.values() if h.decode is seat]
-                    feeding = [h for h in desk.held.values() if h.prefill is seat]
-                    prefilling = [h for h in feeding if h.prefilling]
-                    assert seat.decoding == len(held)
-                    assert seat.sequences == len(held) + len(prefilling)
-                    assert set(seat.works) == {h.reservation_id for h in prefilling}
-                    assert seat.work_s == pytest.approx(sum(seat.works.values()), abs=1e-6)
-                    assert seat.transfers >= 0 and seat.prefill_tokens >= 0
-                    blocks = sum(h.decode_blocks for h in held)
-                    blocks += sum(h.prefill_blocks for h in feeding if h.reading)
-                    assert seat.kv_blocks == blocks
-
-    def teardown(self) -> None:
-        """When all is told or has run out, nothing is left anywhere."""
-        if not self.routers:
-            self.loop.close()
-            return
-
-        async def settle() -> None:
-            await asyncio.sleep(POLICY.reservation_ttl_s + 3.0)
-            assert all(use == Use() for use in (await self.world.store.usage(MODEL)).values())
-            for router in self.routers:
-                for desk in router.desks.values():
-                    assert not desk.held and not desk.queue and not desk.waiting
-            await self.world.end()
-
-        self.run(settle())
-        self.loop.close()
-
-
-TestSharedReservations = SharedReservations.TestCase
-TestSharedReservations.settings = settings(max_examples=25, stateful_step_count=25)

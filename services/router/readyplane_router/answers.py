@@ -16,7 +16,7 @@ from readyplane.ports import End, LatencyWindow, ModelSignals, Pair
 from readyplane_router.bookings import Held
 from readyplane_router.desk import Desk
 from readyplane_router.pair import Seat, Wait
-from readyplane_router.store import Side, Take, Use
+from readyplane_router.seats import Side, Take, Use
 
 ISL_MAX = 16_000_000
 EVENT_TOKENS_MAX = 16_000_000

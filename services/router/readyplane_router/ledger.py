@@ -8,7 +8,6 @@ nobody: what is not released here runs out there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from readyplane.core.errors import Unavailable
 from readyplane.core.work import EventKind, RequestEvent
@@ -18,7 +17,8 @@ from readyplane_router.bookings import Held, Owed
 from readyplane_router.desk import Desk
 from readyplane_router.link import Link
 from readyplane_router.policy import RouterPolicy
-from readyplane_router.store import ALL_SIDES, Store, Taken, Use
+from readyplane_router.seats import ALL_SIDES, INCOMPLETE, TWIN, Take, Taken, Use
+from readyplane_router.store import Store
 
 ENDS = (EventKind.FINISHED, EventKind.ABORTED, EventKind.LEG_FAILED)
 OWED_MAX = 100_000
@@ -39,17 +39,15 @@ class Ledger:
         self._store, self._link, self._clock, self._policy = store, link, clock, policy
         self._desks = desks
         self._owed: dict[str, list[tuple[str, int]]] = {}
+        self._incomplete: dict[str, list[str]] = {}
 
     async def take(self, desk: Desk, held: Held) -> Taken:
         """Make a booking binding for all routers; without the store it binds this one only."""
         if not self._link.answering:
             self._link.check_not_cut_off()
             return Taken()
-        payload = payload_of(held.pair) if held.pair is not None and self._store.shared else ""
         try:
-            taken = await self._store.take(
-                desk.model, take_of(held, payload, self._policy.reservation_ttl_s)
-            )
+            taken = await self._store.take(desk.model, self._take_of(held))
             if taken.refused or taken.repeated:
                 return taken
             if held.reservation_id not in desk.held:  # lost its worker meanwhile
@@ -65,7 +63,10 @@ class Ledger:
         return taken
 
     async def tell(self, model: str, owed: Owed) -> int:
-        """Tell what events meant; what cannot be told now is owed. Returns how many were unknown."""
+        """Tell what events meant; what cannot be told now is owed. Returns how many were unknown.
+
+        Growth is not owed: when the store is back, everything held is put back as it is by then.
+        """
         if not owed.releases and not owed.grows:
             return 0
         if self._link.answering:
@@ -84,24 +85,24 @@ class Ledger:
         debts.extend(releases)
         del debts[:-OWED_MAX]
 
-    async def settle(self, *, just_back: bool) -> None:
+    async def settle(self) -> None:
         """Pay what is owed, extend what is alive, give up what has run out, learn of the others.
 
         Raises:
             Unavailable: the store; what was not paid stays owed.
         """
-        if just_back:
-            self._run_out(absent=True)
-            await self._put_back()
+        for model in list(self._incomplete):
+            await self._put_back(model, self._incomplete.pop(model))
         for model in list(self._owed):
             await self._store.release(model, self._owed[model])
             del self._owed[model]
         self._run_out(absent=False)
-        now_s = self._clock.monotonic_s()
+        now_s, sweeping = self._clock.monotonic_s(), self._link.may_judge_expiry()
         for model, desk in list(self._desks.items()):
             touched, desk.touched = desk.touched, set()
             await self._store.extend(model, list(touched), ttl_s=self._policy.reservation_ttl_s)
-            for reservation_id in await self._store.sweep(model):
+            # After an absence each router needs a while to put back what ran out there meanwhile.
+            for reservation_id in await self._store.sweep(model) if sweeping else ():
                 desk.ran_out(reservation_id, now_s=now_s)
             if self._link.routers > 1 or any(s.other_sequences for s in desk.seats.values()):
                 used = await self._store.usage(model)
@@ -122,15 +123,42 @@ class Ledger:
                     desk.ran_out(reservation_id, now_s=now_s)
                     self.owe(model, [(reservation_id, ALL_SIDES)])
 
-    async def _put_back(self) -> None:
-        """The store is back: what is held here is held there again, compared by nobody."""
+    async def put_back(self) -> None:
+        """The store is back: make it hold what is held here, whatever it remembers.
+
+        Raises:
+            Unavailable: it is away again.
+        """
+        self._run_out(absent=True)
+        self._incomplete.clear()
         for model, desk in self._desks.items():
-            for held in list(desk.held.values()):
-                if held.pair is None:
-                    continue
-                take = take_of(held, payload_of(held.pair), self._policy.reservation_ttl_s)
-                await self._store.take(model, replace(take, force=True))
-                held.in_store = True
+            await self._put_back(model, list(desk.held))
+
+    async def _put_back(self, model: str, reservation_ids: Sequence[str]) -> None:
+        desk = self._desks[model]
+        found = [desk.held[rid] for rid in reservation_ids if rid in desk.held]
+        held = [h for h in found if h.pair is not None]
+        if not held:
+            return
+        answers = await self._store.put_back(model, [self._take_of(h) for h in held])
+        incomplete = []
+        for one, answer in zip(held, answers, strict=True):
+            rid = one.reservation_id
+            if rid not in desk.held:  # it has ended meanwhile
+                self.owe(model, [(rid, ALL_SIDES)])
+            elif answer == TWIN:  # asked again at another router, which answered last
+                desk.drop(rid, now_s=self._clock.monotonic_s())
+                desk.take_conflicts += 1
+            else:
+                one.in_store = True
+                if answer == INCOMPLETE:  # another router has yet to put the worker back
+                    incomplete.append(rid)
+        if incomplete:
+            self._incomplete[model] = incomplete
+
+    def _take_of(self, held: Held) -> Take:
+        payload = payload_of(held.pair) if held.pair is not None and self._store.shared else ""
+        return take_of(held, payload, self._policy.reservation_ttl_s)
 
     async def strangers(self, events: Sequence[RequestEvent]) -> int:
         """Events of reservations not held here: another router's, an earlier life's, or nobody's.

@@ -19,13 +19,16 @@ log = logging.getLogger(__name__)
 
 
 class Link:
-    """Whether the store answers. `routers`: how many share it, this one included."""
+    """Whether the store answers, and without a break since `answering_since_s`.
+
+    `routers`: how many share it, this one included.
+    """
 
     def __init__(self, clock: Clock, policy: RouterPolicy, changed: Callable[[], None]) -> None:
         """Answering; `changed` is called when that changes."""
         self._clock, self._policy, self._changed = clock, policy, changed
         self._away_since_s: float | None = None
-        self._answering_since_s = clock.monotonic_s()
+        self.answering_since_s = clock.monotonic_s()
         self.routers = 1
         self.absences = 0
 
@@ -50,23 +53,28 @@ class Link:
             self._changed()
             log.warning("the store is away, serving degraded", extra={"error": str(error)})
 
+    def refilling(self) -> None:
+        """Another life of the store answers: serve from what is known here until it knows it too."""
+        if self._away_since_s is None:
+            self._away_since_s = self._clock.monotonic_s()
+
     def back(self) -> None:
         """The store answers (again) and has been told who is alive here."""
         if self._away_since_s is not None:
             log.warning("the store is back")
             self._changed()
         self._away_since_s = None
-        self._answering_since_s = self._clock.monotonic_s()
+        self.answering_since_s = self._clock.monotonic_s()
 
     def doubt(self) -> None:
         """This router itself was away (stopped, starved): what it did not hear is its own fault."""
-        self._answering_since_s = self._clock.monotonic_s()
+        self.answering_since_s = self._clock.monotonic_s()
 
     def may_judge_expiry(self) -> bool:
         """Whether leases may be declared expired now."""
         return lease.may_judge_expiry(
             away_since_s=self._away_since_s,
-            answering_since_s=self._answering_since_s,
+            answering_since_s=self.answering_since_s,
             now_s=self._clock.monotonic_s(),
             ttl_s=self._policy.lease_ttl_s,
         )

@@ -67,8 +67,8 @@ class Membership(Telling):
             and member.offer.incarnation == offer.incarnation
             and member.state is not WorkerState.GONE
         ):
-            member.mine = True
             self._renewed(member)
+            await self._keep(member)
             return self._lease(member)
         if member is not None and offer.incarnation in member.past:
             why = "a newer incarnation of this worker has taken over; this process is over"
@@ -135,8 +135,9 @@ class Membership(Telling):
         """
         member = await self._member(renewal.worker_id, renewal.incarnation, renewal.epoch)
         now_s = self._clock.monotonic_s()
-        member.mine = True
         self._renewed(member)
+        if not member.mine:
+            await self._keep(member)
         if renewal.progress is not None:
             member.progress = renewal.progress
         if renewal.load is not None:
@@ -173,6 +174,12 @@ class Membership(Telling):
         if member.state is WorkerState.GONE:
             raise LostLease(worker_id, incarnation, member.drain_reason or "the lease has ended")
         return member
+
+    async def _keep(self, member: Member) -> None:
+        """Its session is here (from now on): the others are told whose word counts."""
+        if not member.mine:
+            member.mine = True
+            await self._tell(member)
 
     def _renewed(self, member: Member) -> None:
         member.renewed_s = self._clock.monotonic_s()
@@ -348,15 +355,18 @@ class Membership(Telling):
         self._owe(member.offer.model, [(reservation_id, -1) for reservation_id in lost])
 
     async def _forget(self, member: Member, now_s: float) -> None:
-        if member.gone_s is None or now_s - member.gone_s < self.policy.gone_kept_s:
+        """Forget who has long gone, once the store and the others can have heard of it."""
+        if not self._link.answering or member.gone_s is None:
+            return
+        if now_s - max(member.gone_s, self._link.answering_since_s) < self.policy.gone_kept_s:
             return
         offer = member.offer
-        if self._link.answering:
-            try:
-                await self._store.forget(offer.model, offer.worker_id, member.epoch)
-                await self._store.put_snapshot(offer.model, offer.worker_id, offer.incarnation, b"")
-            except Unavailable as error:
-                self._link.failed(error)
+        try:
+            await self._store.forget(offer.model, offer.worker_id, member.epoch)
+            await self._store.put_snapshot(offer.model, offer.worker_id, offer.incarnation, b"")
+        except Unavailable as error:
+            self._link.failed(error)
+            return
         if self._members.get(offer.worker_id) is member:
             del self._members[offer.worker_id]
             self._roster.bump()

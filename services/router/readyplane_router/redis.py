@@ -24,17 +24,13 @@ from readyplane.core.worker import WorkerState
 from readyplane.kit.redis import redis_errors
 from readyplane_router import lease
 from readyplane_router.channel import Channel
+from readyplane_router.seats import SWEEP_MAX, Side, Take, Taken, Use
 from readyplane_router.store import (
     KV_LOG_BATCHES_MAX,
-    SWEEP_MAX,
     Change,
     KvEntry,
     Record,
     Renew,
-    Side,
-    Take,
-    Taken,
-    Use,
     Vitals,
 )
 
@@ -46,7 +42,9 @@ ROUTERS = f"{PREFIX}:routers"
 LEADERS = f"{PREFIX}:leaders"
 CHANGES = f"{PREFIX}:changes"
 PARTS = ("records", "epochs", "leases", "vitals", "seats", "reservations", "expiries")
+AMOUNTS = ("s", "b", "w", "t")
 GRANT_TRIES_MAX = 8
+PUT_BACK_MAX = 200
 SNAPSHOT_TTL_S = 3_600
 
 _records = msgspec.json.Decoder(Record)
@@ -231,7 +229,6 @@ class RedisStore:
             model,
             take.reservation_id,
             _ms(take.ttl_s),
-            int(take.force),
             sides,
             take.payload,
         )
@@ -242,6 +239,17 @@ class RedisStore:
         if answer[0] == b"refused":
             return Taken(refused=answer[1].decode(), used=used)
         return Taken(take.payload, used=used)
+
+    async def put_back(self, model: str, takes: Sequence[Take]) -> list[str]:
+        out: list[str] = []
+        for start in range(0, len(takes), PUT_BACK_MAX):
+            some = takes[start : start + PUT_BACK_MAX]
+            args: list[Any] = [_ms(some[0].ttl_s)]
+            for take in some:
+                sides = _encode([_plain(side) for side in take.sides])
+                args += [take.reservation_id, sides, take.payload]
+            out += [raw.decode() for raw in await self._call("put_back", model, *args)]
+        return out
 
     async def release(self, model: str, items: Sequence[tuple[str, int]]) -> int:
         if not items:
@@ -263,9 +271,11 @@ class RedisStore:
         amounts: dict[str, dict[str, int]] = {}
         for key, value in raw.items():
             worker_id, _, name = key.decode().rpartition("\x1f")
-            amounts.setdefault(worker_id, {})[name] = int(value)
+            found = amounts.setdefault(worker_id, {})
+            if name in AMOUNTS:
+                found[name] = int(value)
         return {
-            worker_id: Use(*(found.get(name, 0) for name in ("s", "b", "w", "t")))
+            worker_id: Use(*(found.get(name, 0) for name in AMOUNTS))
             for worker_id, found in amounts.items()
         }
 

@@ -8,7 +8,7 @@ what is known here, and no epoch goes back. `Membership` adds what workers ask f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from readyplane.core.errors import (
@@ -60,16 +60,17 @@ class Replica:
         desk: Callable[[str], Desk],
         pump: Callable[[str], None],
         owe: Callable[[str, Sequence[tuple[str, int]]], None],
+        put_back: Callable[[], Awaitable[None]],
         on_admitted: Callable[[Worker], None] | None,
         on_followed: Callable[[str, Worker, float], None] | None,
     ) -> None:
-        """Built by the service; `desk`, `pump` and `owe` are its own."""
+        """Built by the service; `desk`, `pump`, `owe` and `put_back` are its own."""
         self.policy = policy
         self.counts = dict.fromkeys(COUNTED, 0)
         self._store, self._epochs, self._clock = store, epochs, clock
         self._admission, self._roster, self._link = admission, roster, link
         self._incarnation = incarnation
-        self._desk, self._pump, self._owe = desk, pump, owe
+        self._desk, self._pump, self._owe, self._put_back = desk, pump, owe, put_back
         self._on_admitted, self._on_followed = on_admitted, on_followed
         self._members = roster.members
         self._sharing = sharing.KvSharing(store, incarnation)
@@ -90,13 +91,9 @@ class Replica:
             self._link.routers = await self._attend()
         await self._resync()
 
-    async def tick(self) -> bool:
-        """One round: renewals to the store, expiries from it, the others' news.
-
-        Returns whether the store has just come back.
-        """
+    async def tick(self) -> None:
+        """One round: renewals to the store, expiries from it, the others' news."""
         self._ticks += 1
-        just_back = False
         now_s, before_s = self._clock.monotonic_s(), self._ticked_s
         self._ticked_s = now_s
         if before_s is not None and now_s - before_s > self.policy.lease_ttl_s / 2:
@@ -106,10 +103,12 @@ class Replica:
             life = await self._store.identity()
             if not self._link.answering or life != self._life:
                 # Away, or replaced so quickly that nobody noticed: it may be empty or older.
+                # Until it was told everything, nothing is decided by it.
+                self._link.refilling()
                 self._life = life
                 await self._refill()
+                await self._put_back()
                 self._link.back()
-                just_back = True
             await self._flush()
             if self._link.may_judge_expiry():
                 for change in await self._store.expire():
@@ -118,20 +117,33 @@ class Replica:
                 await self._share()
         except Unavailable as error:
             self._link.failed(error)
-        return just_back
 
     # ------------------------------------------------------------------------ the store
 
     async def _refill(self) -> None:
-        """The store is back, perhaps empty or older: put back who is alive here."""
+        """The store is back, perhaps empty or older: put back who is alive here, and who has gone.
+
+        Not a worker whose session has meanwhile moved: its new keeper's word counts.
+        """
+        now_s, ttl_s = self._clock.monotonic_s(), self.policy.lease_ttl_s
+        known = {record.offer.worker_id: record for record, _ in await self._store.workers()}
         for member in list(self._members.values()):
-            if member.state is WorkerState.GONE or not member.mine:
+            if not member.mine:
+                continue
+            found = known.get(member.offer.worker_id)
+            moved = found is not None and found.epoch == member.epoch
+            moved = moved and found is not None and found.keeper not in ("", self._incarnation)
+            if moved and found is not None and now_s - member.renewed_s > ttl_s / 2:
+                self._apply(found, None)
+                continue
+            gone = member.state is WorkerState.GONE
+            if gone and (found is None or found.epoch > member.epoch):
                 continue
             record = member.record(self._incarnation)
-            kept = await self._store.restore(
-                record, ttl_s=self.policy.lease_ttl_s, vitals=member.vitals()
-            )
-            if kept:
+            kept = await self._store.restore(record, ttl_s=ttl_s, vitals=member.vitals())
+            if kept and gone:
+                await self._store.end(record)
+            elif kept:
                 await self._tell_seat(member)
 
     async def _flush(self) -> None:
@@ -194,8 +206,17 @@ class Replica:
             await self._clock.sleep(FOLLOW_RETRY_S)
 
     async def _resync(self) -> None:
-        for record, vitals in await self._store.workers():
+        before = [m for m in self._members.values() if not m.mine]
+        found = await self._store.workers()
+        for record, vitals in found:
             self._apply(record, vitals)
+        # Ended and forgotten while this router did not listen. A keeper that lives would have put
+        # it back by now.
+        if self._link.may_judge_expiry():
+            known = {record.offer.worker_id for record, _ in found}
+            for member in before:
+                if member.offer.worker_id not in known and not member.mine:
+                    self._gone(member, "the store has forgotten it")
 
     async def _look_up(self, change: Change) -> None:
         found = await self._store.worker(change.model, change.worker_id)

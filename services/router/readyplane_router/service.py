@@ -119,6 +119,7 @@ class RouterService:
             desk=self.desk,
             pump=self._pump,
             owe=self._ledger.owe,
+            put_back=self._ledger.put_back,
             on_admitted=on_admitted,
             on_followed=on_followed,
         )
@@ -146,7 +147,7 @@ class RouterService:
 
     async def tick(self) -> None:
         """One round of housekeeping."""
-        just_back = await self.members.tick()
+        await self.members.tick()
         await self.members.look_after()
         if self.link.answering:
             try:
@@ -570,11 +571,12 @@ class RouterService:
         """Requests for models that nobody knows."""
         return self._other_refused
 
-    def _count_arrival(self, desk: Desk, entry: Waiting, replaces: str) -> None:
+    def _count_arrival(self, desk: Desk, entry: Waiting, replaces: str) -> str:
+        """Why an order of admission refuses it, empty when it is admitted."""
         counters = desk.counters
         counters.repaired += bool(replaces)
         if desk.ends.found(replaces) is not None:
-            return  # it has been counted when it came first; another router's, or life's, has not
+            return ""  # it has been counted when it came first; another router's, or life's, has not
         isl, most = entry.shape.isl, 0
         for key, tokens in desk.cached(entry, now_s=entry.arrived_s).items():
             seat = desk.seats[key]

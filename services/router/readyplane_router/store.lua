@@ -17,7 +17,9 @@ local function told(id)
   redis.call('PUBLISH', channel, cjson.encode({model, id}))
 end
 
--- A seat is six fields of one hash: epoch, open, sequences, blocks and what is used.
+-- A seat is fields of one hash: epoch, open, sequences, blocks, its life, and what is used.
+-- Its life tells a seat from a later one of the same worker: what was counted on one is counted
+-- back there only. A side is [worker, epoch, s, b, w, t, life]; false where not (any more) counted.
 local function seat_field(id, name) return id .. '\31' .. name end
 
 local function number(id, name)
@@ -31,12 +33,32 @@ local function used(id)
 end
 
 local function add(side, sign)
-  local id, epoch = side[1], side[2]
-  if redis.call('HGET', seats, seat_field(id, 'epoch')) ~= tostring(epoch) then return end
+  local id = side[1]
+  if redis.call('HGET', seats, seat_field(id, 'life')) ~= side[7] then return end
   for i, dim in ipairs(DIMS) do
-    local left = redis.call('HINCRBY', seats, seat_field(id, dim), sign * side[2 + i])
-    if left < 0 then redis.call('HSET', seats, seat_field(id, dim), 0) end
+    if side[2 + i] ~= 0 then
+      local left = redis.call('HINCRBY', seats, seat_field(id, dim), sign * side[2 + i])
+      if left < 0 then redis.call('HSET', seats, seat_field(id, dim), 0) end
+    end
   end
+end
+
+-- Count every side whose seat is there, keep the reservation; returns how many are not there.
+local function keep(rid, sides, payload, ttl)
+  local missing = 0
+  for i, side in ipairs(sides) do
+    local seat = redis.call('HMGET', seats, seat_field(side[1], 'epoch'), seat_field(side[1], 'life'))
+    if seat[1] == tostring(side[2]) and seat[2] then
+      side[7] = seat[2]
+      add(side, 1)
+    else
+      sides[i] = false
+      missing = missing + 1
+    end
+  end
+  redis.call('HSET', reservations, rid, cjson.encode({s = sides, p = payload}))
+  redis.call('ZADD', expiries, now_ms() + ttl, rid)
+  return missing
 end
 
 local function release(rid, which)
@@ -70,9 +92,11 @@ local function shut(id)
 end
 
 local function drop_seat(id)
-  for _, name in ipairs({'epoch', 'open', 'max_s', 'max_b', 's', 'b', 'w', 't'}) do
-    redis.call('HDEL', seats, seat_field(id, name))
+  local all = {}
+  for i, name in ipairs({'epoch', 'open', 'max_s', 'max_b', 'life', 's', 'b', 'w', 't'}) do
+    all[i] = seat_field(id, name)
   end
+  redis.call('HDEL', seats, unpack(all))
 end
 
 local ops = {}
@@ -164,46 +188,64 @@ function ops.seat()
   if had and tonumber(had) > epoch then return 0 end
   if not had or tonumber(had) ~= epoch then
     drop_seat(id)
-    redis.call('HSET', seats, seat_field(id, 'epoch'), ARGV[5])
+    local t = redis.call('TIME')
+    redis.call('HSET', seats, seat_field(id, 'epoch'), ARGV[5],
+      seat_field(id, 'life'), t[1] .. '.' .. t[2])
   end
   redis.call('HSET', seats, seat_field(id, 'open'), ARGV[6], seat_field(id, 'max_s'), ARGV[7],
     seat_field(id, 'max_b'), ARGV[8])
   return 1
 end
 
--- rid, ttl_ms, force, sides (JSON: [[id, epoch, s, b, w, t], ...]), payload
+-- rid, ttl_ms, sides (JSON: [[id, epoch, s, b, w, t], ...]), payload
 function ops.take()
-  local rid, ttl, force = ARGV[4], tonumber(ARGV[5]), ARGV[6] == '1'
+  local rid, ttl = ARGV[4], tonumber(ARGV[5])
   local raw = redis.call('HGET', reservations, rid)
   if raw then return {'held', cjson.decode(raw).p} end
-  local sides = cjson.decode(ARGV[7])
+  local sides = cjson.decode(ARGV[6])
   local why = ''
-  if not force then
-    for _, side in ipairs(sides) do
-      local id = side[1]
-      local epoch = redis.call('HGET', seats, seat_field(id, 'epoch'))
-      if not epoch then
-        why = id .. ': no seat'
-      elseif epoch ~= tostring(side[2]) then
-        why = id .. ': epoch ' .. epoch .. ', wanted ' .. tostring(side[2])
-      elseif redis.call('HGET', seats, seat_field(id, 'open')) ~= '1' then
-        why = id .. ': shut'
-      elseif number(id, 's') + side[3] > number(id, 'max_s') then
-        why = id .. ': no free sequence'
-      elseif number(id, 'b') + side[4] > number(id, 'max_b') then
-        why = id .. ': no free blocks'
-      end
-      if why ~= '' then break end
-    end
-  end
-  if why == '' then
-    for _, side in ipairs(sides) do add(side, 1) end
-    redis.call('HSET', reservations, rid, cjson.encode({s = sides, p = ARGV[8]}))
-    redis.call('ZADD', expiries, now_ms() + ttl, rid)
-  end
-  local out = {why == '' and 'taken' or 'refused', why}
   for _, side in ipairs(sides) do
-    for _, n in ipairs(used(side[1])) do out[#out + 1] = n end
+    local id = side[1]
+    local epoch = redis.call('HGET', seats, seat_field(id, 'epoch'))
+    if not epoch then
+      why = id .. ': no seat'
+    elseif epoch ~= tostring(side[2]) then
+      why = id .. ': epoch ' .. epoch .. ', wanted ' .. tostring(side[2])
+    elseif redis.call('HGET', seats, seat_field(id, 'open')) ~= '1' then
+      why = id .. ': shut'
+    elseif number(id, 's') + side[3] > number(id, 'max_s') then
+      why = id .. ': no free sequence'
+    elseif number(id, 'b') + side[4] > number(id, 'max_b') then
+      why = id .. ': no free blocks'
+    end
+    if why ~= '' then break end
+  end
+  local ids = {}
+  for i, side in ipairs(sides) do ids[i] = side[1] end
+  if why == '' then keep(rid, sides, ARGV[7], ttl) end
+  local out = {why == '' and 'taken' or 'refused', why}
+  for _, id in ipairs(ids) do
+    for _, n in ipairs(used(id)) do out[#out + 1] = n end
+  end
+  return out
+end
+
+-- ttl_ms, then by threes: rid, sides, payload. Makes each what its router holds, compared by
+-- nobody; done twice it changes nothing. `twin`: placed elsewhere by another router, which stands.
+function ops.put_back()
+  local ttl, out = tonumber(ARGV[4]), {}
+  for i = 5, #ARGV, 3 do
+    local rid, sides, payload = ARGV[i], cjson.decode(ARGV[i + 1]), ARGV[i + 2]
+    local raw = redis.call('HGET', reservations, rid)
+    local held = raw and cjson.decode(raw)
+    if held and held.p ~= payload then
+      out[#out + 1] = 'twin'
+    else
+      for _, side in ipairs(held and held.s or {}) do
+        if side then add(side, -1) end
+      end
+      out[#out + 1] = keep(rid, sides, payload, ttl) == 0 and 'put_back' or 'incomplete'
+    end
   end
   return out
 end
@@ -224,7 +266,7 @@ function ops.grow()
   local held = cjson.decode(raw)
   local side = held.s[tonumber(ARGV[5]) + 1]
   if not side then return 0 end
-  local more = {side[1], side[2], 0, tonumber(ARGV[6]), 0, 0}
+  local more = {side[1], side[2], 0, tonumber(ARGV[6]), 0, 0, side[7]}
   add(more, 1)
   side[4] = side[4] + more[4]
   redis.call('HSET', reservations, ARGV[4], cjson.encode(held))

@@ -80,51 +80,6 @@ class Renew:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """Amounts promised on one seat: sequences, KV blocks, prefill microseconds and tokens."""
-
-    sequences: int = 0
-    blocks: int = 0
-    work_us: int = 0
-    tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """What is taken on one seat."""
-
-    worker_id: str
-    epoch: int
-    use: Use
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """A reservation: all sides or none, for `ttl_s` unless extended.
-
-    Attributes:
-        payload: text given back when the same id is taken again.
-        force: without comparing (reconciliation after the store was away).
-    """
-
-    reservation_id: str
-    sides: tuple[Side, ...]
-    payload: str
-    ttl_s: float
-    force: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Taken (or held already), or `refused` says why; `used` is each side's seat afterwards."""
-
-    payload: str = ""
-    repeated: bool = False
-    refused: str = ""
-    used: tuple[Use, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Change:
     """Something about one worker changed."""
 
@@ -212,6 +167,10 @@ class Store(RationStore, Protocol):
         """Reserve on all sides or none."""
         ...
 
+    async def put_back(self, model: str, takes: Sequence[Take]) -> list[str]:
+        """Make reservations what their router holds, after an absence; see `seats.PUT_BACK`."""
+        ...
+
     async def release(self, model: str, items: Sequence[tuple[str, int]]) -> int:
         """Give (reservation id, side or ALL_SIDES) back; returns how many were not known."""
         ...
@@ -258,28 +217,11 @@ class Store(RationStore, Protocol):
 
 
 @dataclass(slots=True)
-class _Seat:
-    epoch: int
-    is_open: bool
-    sequences: int
-    blocks: int
-    used: Use = Use()
-
-
-@dataclass(slots=True)
-class _Reservation:
-    sides: list[Side | None]
-    payload: str
-    expires_s: float
-
-
-@dataclass(slots=True)
 class _Model:
     records: dict[str, Record] = field(default_factory=dict)
     vitals: dict[str, Vitals] = field(default_factory=dict)
     leases: dict[str, lease.Held] = field(default_factory=dict)
-    seats: dict[str, _Seat] = field(default_factory=dict)
-    reservations: dict[str, _Reservation] = field(default_factory=dict)
+    seats: Seats = field(default_factory=Seats)
     kv: deque[KvEntry] = field(default_factory=lambda: deque(maxlen=KV_LOG_BATCHES_MAX))
     kv_count: int = 0
     snapshots: dict[tuple[str, str], bytes] = field(default_factory=dict)
@@ -290,6 +232,7 @@ class MemoryStore(MemoryRations):
 
     def __init__(self, clock: Clock, *, shared: bool = False, name: str = "memory") -> None:
         """Empty; `shared` when several services will use this one object."""
+        super().__init__(clock)
         self.shared = shared
         self._name = name
         self._clock = clock
@@ -328,7 +271,7 @@ class MemoryStore(MemoryRations):
         model.leases[offer.worker_id] = verdict.held
         if verdict.repeated:
             return model.records[offer.worker_id]
-        model.seats.pop(offer.worker_id, None)
+        model.seats.seats.pop(offer.worker_id, None)
         model.vitals.pop(offer.worker_id, None)
         self._write(model, record)
         return record
@@ -370,7 +313,7 @@ class MemoryStore(MemoryRations):
         if held is not None and held.epoch == epoch and held.ended:
             found.records.pop(worker_id, None)
             found.vitals.pop(worker_id, None)
-            found.seats.pop(worker_id, None)
+            found.seats.seats.pop(worker_id, None)
 
     async def renew(self, items: Sequence[Renew]) -> list[str]:
         out = []
@@ -416,77 +359,32 @@ class MemoryStore(MemoryRations):
     async def seat(
         self, model: str, worker_id: str, epoch: int, *, is_open: bool, sequences: int, blocks: int
     ) -> bool:
-        seats = self._model(model).seats
-        had = seats.get(worker_id)
-        if had is not None and had.epoch > epoch:
-            return False
-        used = had.used if had is not None and had.epoch == epoch else Use()
-        seats[worker_id] = _Seat(epoch, is_open, sequences, blocks, used)
-        return True
+        return self._model(model).seats.seat(
+            worker_id, epoch, is_open=is_open, sequences=sequences, blocks=blocks
+        )
 
     async def take(self, model: str, take: Take) -> Taken:
-        found = self._model(model)
-        had = found.reservations.get(take.reservation_id)
-        if had is not None:
-            return Taken(had.payload, repeated=True)
-        seats = found.seats
-        if not take.force:
-            for side in take.sides:
-                why = self._refusal(seats.get(side.worker_id), side)
-                if why:
-                    used = tuple(
-                        seats[s.worker_id].used if s.worker_id in seats else Use()
-                        for s in take.sides
-                    )
-                    return Taken(refused=f"{side.worker_id}: {why}", used=used)
-        for side in take.sides:
-            seat = seats.get(side.worker_id)
-            if seat is not None and seat.epoch == side.epoch:
-                seat.used = plus(seat.used, side.use)
-        found.reservations[take.reservation_id] = _Reservation(
-            list(take.sides), take.payload, self._clock.monotonic_s() + take.ttl_s
-        )
-        used = tuple(
-            [seats[s.worker_id].used if s.worker_id in seats else Use() for s in take.sides]
-        )
-        return Taken(take.payload, used=used)
+        return self._model(model).seats.take(take, now_s=self._clock.monotonic_s())
+
+    async def put_back(self, model: str, takes: Sequence[Take]) -> list[str]:
+        seats, now_s = self._model(model).seats, self._clock.monotonic_s()
+        return [seats.put_back(take, now_s=now_s) for take in takes]
 
     async def release(self, model: str, items: Sequence[tuple[str, int]]) -> int:
-        found, unknown = self._model(model), 0
-        for reservation_id, side in items:
-            unknown += not self._release(found, reservation_id, side)
-        return unknown
+        return self._model(model).seats.release(items)
 
     async def grow(self, model: str, reservation_id: str, side: int, blocks: int) -> bool:
-        found = self._model(model)
-        had = found.reservations.get(reservation_id)
-        part = had.sides[side] if had is not None and side < len(had.sides) else None
-        if had is None or part is None:
-            return False
-        more = Use(blocks=blocks)
-        had.sides[side] = replace(part, use=plus(part.use, more))
-        seat = found.seats.get(part.worker_id)
-        if seat is not None and seat.epoch == part.epoch:
-            seat.used = plus(seat.used, more)
-        return True
+        return self._model(model).seats.grow(reservation_id, side, blocks)
 
     async def extend(self, model: str, reservation_ids: Sequence[str], *, ttl_s: float) -> None:
-        found = self._model(model).reservations
         until_s = self._clock.monotonic_s() + ttl_s
-        for reservation_id in reservation_ids:
-            if reservation_id in found:
-                found[reservation_id].expires_s = until_s
+        self._model(model).seats.extend(reservation_ids, until_s=until_s)
 
     async def sweep(self, model: str) -> list[str]:
-        found = self._model(model)
-        now_s = self._clock.monotonic_s()
-        over = [rid for rid, r in found.reservations.items() if r.expires_s <= now_s][:SWEEP_MAX]
-        for reservation_id in over:
-            self._release(found, reservation_id, ALL_SIDES)
-        return over
+        return self._model(model).seats.sweep(now_s=self._clock.monotonic_s())
 
     async def usage(self, model: str) -> dict[str, Use]:
-        return {k: seat.used for k, seat in self._model(model).seats.items()}
+        return self._model(model).seats.usage()
 
     async def append_kv(self, model: str, entry: KvEntry) -> None:
         found = self._model(model)
@@ -539,36 +437,4 @@ class MemoryStore(MemoryRations):
     @staticmethod
     def _end(model: _Model, worker_id: str) -> None:
         model.leases[worker_id] = replace(model.leases[worker_id], ended=True)
-        seat = model.seats.get(worker_id)
-        if seat is not None:
-            seat.is_open = False
-
-    @staticmethod
-    def _refusal(seat: _Seat | None, side: Side) -> str:
-        if seat is None:
-            return "no seat"
-        if seat.epoch != side.epoch:
-            return f"epoch {seat.epoch}, wanted {side.epoch}"
-        if not seat.is_open:
-            return "shut"
-        if seat.used.sequences + side.use.sequences > seat.sequences:
-            return "no free sequence"
-        if seat.used.blocks + side.use.blocks > seat.blocks:
-            return "no free blocks"
-        return ""
-
-    @staticmethod
-    def _release(found: _Model, reservation_id: str, which: int) -> bool:
-        had = found.reservations.get(reservation_id)
-        if had is None:
-            return False
-        for index, side in enumerate(had.sides):
-            if side is None or which not in (ALL_SIDES, index):
-                continue
-            had.sides[index] = None
-            seat = found.seats.get(side.worker_id)
-            if seat is not None and seat.epoch == side.epoch:
-                seat.used = less(seat.used, side.use)
-        if which == ALL_SIDES or not any(had.sides):
-            del found.reservations[reservation_id]
-        return True
+        model.seats.shut(worker_id)
