@@ -21,11 +21,12 @@ from readyplane.core.identity import KvFormat
 from readyplane.core.work import EventKind, RequestEvent, Slo, sequence_hashes
 from readyplane.core.worker import LoadReport, Role, WorkerState
 from readyplane.ports import KvEvent, KvEventBatch, Pair, RankReport
+from readyplane_router.bookings import growth_blocks
 from readyplane_router.ends import LOST_WAIT_S
 from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
-from readyplane_router.service import RouterService
 from readyplane_router.seats import Use
+from readyplane_router.service import RouterService
 from tests.router_world import (
     DIGEST,
     MODEL,
@@ -476,7 +477,55 @@ def test_an_output_longer_than_forecast_grows_its_reservation() -> None:
         await router.complete(events(pair, EventKind.PROGRESS, output_tokens=40))
         assert (await world.store.usage(MODEL))["d0"].blocks == before + 16
         assert (await router.signals()).models[MODEL].decoding_kv_tokens == 200
+        assert (router.desks[MODEL].grown, router.desks[MODEL].overflowed) == (1, 0)
         await router.complete(events(pair, EventKind.FINISHED, output_tokens=60))
+        await all_free(world, router)
+
+    on_virtual_time(main)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most_tokens", "want"),
+    [
+        (159, None, 0),  # the tenth block still has room
+        (160, None, 16),
+        (160 + 255, None, 16),
+        (160 + 256, None, 32),  # told late: as many chunks as it takes
+        (160, 200, 3),  # prompt and max_tokens need 13 blocks, not 26
+        (200, 160, 3),  # the engine went beyond max_tokens by itself: the KV is there
+        (160, 160, 0),  # all it may ever say is reserved
+    ],
+)
+def test_a_reservation_grows_by_chunks_up_to_max_tokens(
+    tokens: int, most_tokens: int | None, want: int
+) -> None:
+    blocks = growth_blocks(
+        tokens, reserved_blocks=10, block_size=16, grow_tokens=256, most_tokens=most_tokens
+    )
+    assert blocks == want
+
+
+def test_an_overflow_is_counted_and_promises_no_block_twice() -> None:
+    """The output is longer than its forecast and the worker is full: no more is taken there."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        await world.worker(router, "p0", Role.PREFILL)
+        await world.worker(router, "d0", Role.DECODE, serves=serving(blocks=60))
+        for number in range(40):
+            pair = await router.route(shape(f"r{number}", max_tokens=4096, first=number))
+            await router.complete(events(pair, *SERVED, output_tokens=20))
+        long = await router.route(shape("long", max_tokens=4096))
+        second = await router.route(shape("second", 560, max_tokens=4096, first=50))
+        await router.complete(events(long, EventKind.PROGRESS, output_tokens=40))
+        assert (await world.store.usage(MODEL))["d0"].blocks == 12 + 37 + 16
+        assert router.desks[MODEL].overflowed == 1
+        with pytest.raises(Overloaded):
+            await router.route(shape("third", 16, first=60))
+        await router.complete(events(long, EventKind.FINISHED, output_tokens=60))
+        third = await router.route(shape("fourth", 16, first=60))
+        for one in (second, third):
+            await router.complete(events(one, *SERVED))
         await all_free(world, router)
 
     on_virtual_time(main)

@@ -89,6 +89,7 @@ class Bookings:
         self.held: dict[str, Held] = {}
         self.touched: set[str] = set()
         self.corrections: dict[str, Correction] = {}
+        self.grown = self.overflowed = 0
         self._picks = 0
 
     # ------------------------------------------------------------------------ seats
@@ -258,11 +259,20 @@ class Bookings:
             return
         held.emitted = tokens
         held.decode.kv_tokens += more
-        size = held.decode.block_size
-        if held.isl + tokens >= held.decode_blocks * size:
-            blocks = -(-self.policy.grow_tokens // size)
+        d = held.decode
+        blocks = growth_blocks(
+            held.isl + tokens,
+            reserved_blocks=held.decode_blocks,
+            block_size=d.block_size,
+            grow_tokens=self.policy.grow_tokens,
+            most_tokens=None if held.max_tokens is None else held.isl + held.max_tokens,
+        )
+        if blocks:
             held.decode_blocks += blocks
-            held.decode.kv_blocks += blocks
+            d.kv_blocks += blocks
+            self.grown += 1
+            # Never refused, since the KV is there: it counts, and nothing more is taken there.
+            self.overflowed += d.kv_blocks + d.other_blocks > d.kv_total_blocks
             side = PREFILL_SIDE if held.local else DECODE_SIDE
             owed.grows.append((held.reservation_id, side, blocks))
 
@@ -287,6 +297,31 @@ class Bookings:
             self.circuits[seat.key] = circuit.succeeded(state)
             if seat.shut.startswith("circuit") and circuit.passes(self.circuits[seat.key]):
                 seat.shut = ""
+
+
+def growth_blocks(
+    tokens: int,
+    *,
+    reserved_blocks: int,
+    block_size: int,
+    grow_tokens: int,
+    most_tokens: int | None,
+) -> int:
+    """Blocks to add once a reservation is full: whole chunks of `grow_tokens`, 0 while it is not.
+
+    Never more than prompt and `max_tokens` can need, unless the engine has gone beyond them itself.
+
+    Args:
+        tokens: prompt and output so far. most_tokens: prompt and `max_tokens`, if one was given.
+    """
+    beyond = tokens - reserved_blocks * block_size
+    if beyond < 0:
+        return 0
+    chunks = beyond // grow_tokens + 1
+    blocks = -(-chunks * grow_tokens // block_size)
+    if most_tokens is None:
+        return blocks
+    return min(blocks, max(0, -(-max(most_tokens, tokens) // block_size) - reserved_blocks))
 
 
 def busy(event: RequestEvent) -> bool:

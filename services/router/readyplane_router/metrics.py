@@ -217,6 +217,11 @@ class RouterCollector(Collector):
         queued = _gauge("router_queue_requests", "Requests waiting in the router", ("model",))
         tokens = _gauge("router_queue_tokens", "Prompt tokens waiting in the router", ("model",))
         events = _counter("router_kv_events", "KV event faults, by kind", ("model", "kind"))
+        growths = _counter(
+            "router_reservation_growths",
+            "Reservations that an output outgrew, by whether the worker still had the room",
+            ("model", "outcome"),
+        )
         conflicts = _counter("router_take_conflicts", "Pairs that another router took first")
         expired = _counter("router_reservations_expired", "Reservations that ran out")
         factor = _gauge(
@@ -235,6 +240,8 @@ class RouterCollector(Collector):
             for kind in desk.index.counts.__slots__:
                 events.add_metric((model, kind), getattr(desk.index.counts, kind))
             conflicts.add_metric((model,), desk.take_conflicts)
+            growths.add_metric((model, "within"), desk.grown - desk.overflowed)
+            growths.add_metric((model, "overflow"), desk.overflowed)
             expired.add_metric((model,), desk.expired)
             for profile, correction in desk.corrections.items():
                 factor.add_metric((model, profile), correction.factor)
@@ -243,6 +250,8 @@ class RouterCollector(Collector):
         yield from windows.values()
         yield from totals.values()
         yield from (refused, aborted, unended, queued, tokens, events, conflicts, expired, factor)
+        yield growths
+        yield rationed
 
     def _windows(self, model: str, desk: Desk, windows: dict[str, GaugeMetricFamily]) -> None:
         now_s = self._service.now_s()
