@@ -251,7 +251,6 @@ class RouterCollector(Collector):
         yield from totals.values()
         yield from (refused, aborted, unended, queued, tokens, events, conflicts, expired, factor)
         yield growths
-        yield rationed
 
     def _windows(self, model: str, desk: Desk, windows: dict[str, GaugeMetricFamily]) -> None:
         now_s = self._service.now_s()
