@@ -1,18 +1,20 @@
 """The planner's ports: one suite over the memory twin and the real store."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from readyplane.core.errors import Conflict, NotFound
+from readyplane.core.errors import Conflict, NotFound, StaleEpoch
 from readyplane.kit.database import async_engine, migrate
 from readyplane.kit.redis import connect
 from readyplane_planner.journal import Journal, MemoryJournal, Outcome, Record, StoredPolicy
 from readyplane_planner.leadership import Leadership, LeaseStore, MemoryLeaseStore
-from readyplane_planner.postgres import PostgresJournal
+from readyplane_planner.postgres import FENCE, PostgresJournal
 from readyplane_planner.redis import RedisLeaseStore
 
 BEGUN_S = 1_700_000_000.0
@@ -28,7 +30,7 @@ async def journal(request: pytest.FixtureRequest) -> AsyncIterator[Journal]:
     engine = async_engine(url)
     async with engine.begin() as connection:
         await connection.execute(
-            text("TRUNCATE decisions, decision_outcomes, policies RESTART IDENTITY")
+            text("TRUNCATE decisions, decision_outcomes, policies, planner_fences RESTART IDENTITY")
         )
     try:
         yield PostgresJournal(engine)
@@ -132,15 +134,52 @@ async def test_policy_moves_by_compare_and_set(journal: Journal) -> None:
 
 
 async def test_epochs_only_grow(journal: Journal) -> None:
-    numbers = [await journal.next_epoch() for _ in range(4)]
+    numbers = [await journal.next_epoch(model) for model in "mnmn"]
     assert numbers == sorted(set(numbers)) and numbers[0] > 0
+    at_once = await asyncio.gather(*(journal.next_epoch("m") for _ in range(4)))
+    assert len(set(at_once)) == 4 and min(at_once) > numbers[-1]
+    with pytest.raises(StaleEpoch):
+        await journal.append(record(1), leader_epoch=max(at_once) - 1)
+    await journal.append(record(1), leader_epoch=max(at_once))
+
+
+async def test_a_record_of_a_stale_leader_is_refused(journal: Journal) -> None:
+    old = await journal.next_epoch("m")
+    await journal.append(record(1), leader_epoch=old)
+    other = await journal.next_epoch("other")
+    await journal.append(record(2), leader_epoch=old)  # another model's leader fences nobody here
+    new = await journal.next_epoch("m")
+    with pytest.raises(StaleEpoch, match=f"expected {old}, found {new}; stand by"):
+        await journal.append(record(3), leader_epoch=old)
+    with pytest.raises(StaleEpoch):
+        await journal.append(record(3))
+    await journal.append(record(4), leader_epoch=new)
+    await journal.append(record(5, model="other"), leader_epoch=other)
+    assert [r.decision_id for r in await journal.newest("m", limit=9)] == ["m-4", "m-2", "m-1"]
+
+
+async def test_a_new_number_waits_for_the_record_that_is_being_written(database_url: str) -> None:
+    """What a new leader reads after it has its number is all that older ones ever add."""
+    await migrate(database_url, "readyplane_planner")
+    engine = async_engine(database_url)
+    try:
+        journal = PostgresJournal(engine)
+        await journal.next_epoch("slow")
+        async with engine.begin() as writing:
+            await writing.execute(FENCE, {"model": "slow"})
+            taking = asyncio.create_task(journal.next_epoch("slow"))
+            done, _ = await asyncio.wait({taking}, timeout=0.2)
+            assert not done
+        assert await taking > 0
+    finally:
+        await engine.dispose()
 
 
 async def test_the_database_refuses_to_rewrite_history(database_url: str) -> None:
     await migrate(database_url, "readyplane_planner")
     engine = async_engine(database_url)
     try:
-        await PostgresJournal(engine).append(record(41))
+        await PostgresJournal(engine).append(record(41, model="history"))
         for statement in (
             "UPDATE decisions SET summary = 'x'",
             "UPDATE decisions SET document = '{}'",
@@ -221,17 +260,17 @@ async def test_a_paused_leader_stops_and_its_number_is_old() -> None:
         return Leadership(store, name="m", holder=name, ttl_s=10.0, now_s=lambda: clock[0])
 
     first, second = leader("a"), leader("b")
-    assert await first.renew(numbers.next_epoch) and first.leading
-    assert not await second.renew(numbers.next_epoch)
+    assert await first.renew(partial(numbers.next_epoch, "m")) and first.leading
+    assert not await second.renew(partial(numbers.next_epoch, "m"))
     assert second.other == "a" and not second.leading
     old = first.epoch
     clock[0] += 30.0
     assert not first.leading
-    assert await second.renew(numbers.next_epoch)
+    assert await second.renew(partial(numbers.next_epoch, "m"))
     assert second.epoch > old
-    assert not await first.renew(numbers.next_epoch) and first.epoch == 0
+    assert not await first.renew(partial(numbers.next_epoch, "m")) and first.epoch == 0
     await second.resign()
-    assert await first.renew(numbers.next_epoch) and first.epoch > second.epoch
+    assert await first.renew(partial(numbers.next_epoch, "m")) and first.epoch > second.epoch
 
 
 async def test_a_renewal_keeps_its_number() -> None:
@@ -244,11 +283,11 @@ async def test_a_renewal_keeps_its_number() -> None:
         ttl_s=10.0,
         now_s=lambda: clock[0],
     )
-    await held.renew(numbers.next_epoch)
+    await held.renew(partial(numbers.next_epoch, "m"))
     before = held.epoch
     for _ in range(5):
         clock[0] += 5.0
-        assert await held.renew(numbers.next_epoch)
+        assert await held.renew(partial(numbers.next_epoch, "m"))
     assert held.epoch == before
     clock[0] += 5.0
     held.lose()

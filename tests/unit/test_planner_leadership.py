@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,21 +32,21 @@ async def test_each_change_of_who_leads_is_logged_once(caplog: pytest.LogCapture
 
     first, second = leader("a"), leader("b")
     for _ in range(3):
-        await first.renew(numbers.next_epoch)
-        await second.renew(numbers.next_epoch)
+        await first.renew(partial(numbers.next_epoch, "m"))
+        await second.renew(partial(numbers.next_epoch, "m"))
     assert told() == ["m: leading under number 1", "m: following a"]
     clock[0] += 11.0
     for _ in range(2):
         first.lose()
     assert told() == ["m: no longer leading: the lease has run out"]
     for _ in range(2):
-        await second.renew(numbers.next_epoch)
-        await first.renew(numbers.next_epoch)
+        await second.renew(partial(numbers.next_epoch, "m"))
+        await first.renew(partial(numbers.next_epoch, "m"))
     assert told() == ["m: leading under number 2", "m: following b"]
     for _ in range(2):
         second.depose()
     assert told() == ["m: no longer leading: a newer leader is obeyed"]
-    await second.renew(numbers.next_epoch)
+    await second.renew(partial(numbers.next_epoch, "m"))
     for _ in range(2):
         await second.resign()
     assert told() == ["m: leading under number 3", "m: no longer leading: it ends"]

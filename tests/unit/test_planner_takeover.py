@@ -168,6 +168,27 @@ async def test_killed_in_the_middle_of_an_order(how: str) -> None:
     assert live == pair.second.desired[-1][1] <= 6
 
 
+async def test_a_stale_leader_neither_writes_nor_acts() -> None:
+    """It believes in its lease, and the journal knows better: its decision never was one."""
+    pair = await two(grown())
+    await pair.both(39)
+    while not pair.first.service._leadership.leading:
+        await pair.both(1)
+    await pair.first.journal.next_epoch(MODEL)
+    ordered, kept = len(pair.world.provisions), len(pair.first.journal._records)
+    for _ in range(20):
+        epoch = pair.first.service._leadership.epoch
+        await pair.first.step(1)
+        if pair.first.service._leadership.epoch != epoch:
+            break
+    else:
+        pytest.fail("it went on leading")
+    assert (len(pair.world.provisions), len(pair.first.journal._records)) == (ordered, kept)
+    await pair.both(2)
+    leading = [run.service._leadership.leading for run in (pair.first, pair.second)]
+    assert sum(leading) == 1, "under a new number"
+
+
 async def test_a_paused_leader_wakes_to_be_refused() -> None:
     """Its calls were under way when it was stopped, and arrive after its lease was taken."""
     pair = await two(grown())

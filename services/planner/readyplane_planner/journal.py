@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from readyplane.core.errors import Conflict, InvalidField, NotFound
+from readyplane.core.errors import Conflict, InvalidField, NotFound, StaleEpoch
 from readyplane.core.identity import digest_of_bytes
 from readyplane_planner.decide import Decision, Memory, Plan, decide
 from readyplane_planner.decide.follow import Brain
@@ -86,8 +86,16 @@ class StoredPolicy:
 class Journal(Protocol):
     """Where decisions, outcomes and policies are kept."""
 
-    async def append(self, record: Record) -> None:
-        """Add a record. Idempotent by decision id: the first one stays."""
+    async def append(self, record: Record, *, leader_epoch: int = 0) -> None:
+        """Add a record. Idempotent by decision id: the first one stays.
+
+        Args:
+            leader_epoch: number of the leader that decided it; 0 is older than any.
+
+        Raises:
+            StaleEpoch: a newer leader of the model has its number. What that one reads from then
+                on is all that older ones have decided.
+        """
         ...
 
     async def attach(self, outcomes: Sequence[Outcome]) -> None:
@@ -128,8 +136,11 @@ class Journal(Protocol):
         """
         ...
 
-    async def next_epoch(self) -> int:
-        """A leadership number greater than any before, whatever became of other stores."""
+    async def next_epoch(self, model: str) -> int:
+        """A leadership number greater than any before, whatever became of other stores.
+
+        From now on records of the model under older numbers are refused.
+        """
         ...
 
 
@@ -143,9 +154,13 @@ class MemoryJournal:
         self._policies: dict[str, list[StoredPolicy]] = {}
         self._sequence = 0
         self._epoch = 0
+        self._fences: dict[str, int] = {}
 
-    async def append(self, record: Record) -> None:
+    async def append(self, record: Record, *, leader_epoch: int = 0) -> None:
         """See Journal."""
+        newest = self._fences.get(record.model, 0)
+        if leader_epoch < newest:
+            raise stale_leader(record.model, leader_epoch, newest)
         if record.decision_id not in self._records:
             self._sequence += 1
             self._records[record.decision_id] = replace(record, sequence=self._sequence)
@@ -229,9 +244,10 @@ class MemoryJournal:
         versions.append(stored)
         return stored
 
-    async def next_epoch(self) -> int:
+    async def next_epoch(self, model: str) -> int:
         """See Journal."""
         self._epoch += 1
+        self._fences[model] = self._epoch
         return self._epoch
 
 
@@ -259,6 +275,12 @@ def policy_conflict(model: str, expected: int, found: int) -> Conflict:
     return Conflict(
         f"policy version of {model}", expected, found, "read the policy again and repeat the change"
     )
+
+
+def stale_leader(model: str, epoch: int, newest: int) -> StaleEpoch:
+    """The error for a record of a leader that another one has followed."""
+    remedy = "stand by; a newer planner leads and its records alone are kept"
+    return StaleEpoch(f"leader's number in the journal of {model}", epoch, newest, remedy)
 
 
 # --------------------------------------------------------------------------- encoding

@@ -23,6 +23,7 @@ from readyplane_planner.journal import (
     Record,
     StoredPolicy,
     policy_conflict,
+    stale_leader,
     unknown_decision,
 )
 
@@ -84,6 +85,13 @@ PUT_POLICY = text(
     " WHERE COALESCE((SELECT max(version) FROM policies WHERE model = :model), 0) = :expected"
 )
 NEXT_EPOCH = text("SELECT nextval('planner_epochs')")
+# Of two that take their numbers at once the greater one stays, whoever writes last.
+RAISE_FENCE = text(
+    "INSERT INTO planner_fences (model, epoch) VALUES (:model, :epoch) ON CONFLICT (model)"
+    " DO UPDATE SET epoch = greatest(planner_fences.epoch, excluded.epoch)"
+)
+# Shared until the record is in: a new leader's number waits for it, or it waits and is refused.
+FENCE = text("SELECT epoch FROM planner_fences WHERE model = :model FOR SHARE")
 
 
 class PostgresJournal:
@@ -92,7 +100,7 @@ class PostgresJournal:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
-    async def append(self, record: Record) -> None:
+    async def append(self, record: Record, *, leader_epoch: int = 0) -> None:
         """See Journal."""
         values = {
             "decision_id": record.decision_id,
@@ -106,7 +114,11 @@ class PostgresJournal:
         }
         with database_errors():
             async with self._engine.begin() as connection:
-                await connection.execute(APPEND, values)
+                newest = await connection.scalar(FENCE, {"model": record.model}) or 0
+                if newest <= leader_epoch:
+                    await connection.execute(APPEND, values)
+        if newest > leader_epoch:
+            raise stale_leader(record.model, leader_epoch, newest)
 
     async def attach(self, outcomes: Sequence[Outcome]) -> None:
         """See Journal."""
@@ -195,9 +207,13 @@ class PostgresJournal:
             )
         return StoredPolicy(policy.model, expected_version + 1, policy.document, policy.create_s)
 
-    async def next_epoch(self) -> int:
+    async def next_epoch(self, model: str) -> int:
         """See Journal."""
-        return int((await self._rows(NEXT_EPOCH))[0][0])
+        with database_errors():
+            async with self._engine.begin() as connection:
+                epoch = int(await connection.scalar(NEXT_EPOCH))
+                await connection.execute(RAISE_FENCE, {"model": model, "epoch": epoch})
+        return epoch
 
     async def _rows(self, statement: Any, **values: Any) -> Sequence[Row[Any]]:
         with database_errors():

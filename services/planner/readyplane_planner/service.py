@@ -11,9 +11,10 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from readyplane.core.errors import ReadyplaneError, Unavailable
+from readyplane.core.errors import ReadyplaneError, StaleEpoch, Unavailable
 from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Router
 from readyplane_planner.actuators import Hand, refusals
@@ -305,7 +306,9 @@ class PlannerService:
     async def _lead(self) -> bool:
         before, self._lead_error = self._leadership.epoch, ""
         try:
-            leading = await self._leadership.renew(self._journal.next_epoch)
+            leading = await self._leadership.renew(
+                partial(self._journal.next_epoch, self._policy.model)
+            )
             if leading and self._leadership.epoch != before:
                 await self._succession.begin(self._leadership.epoch, self._policy.model)
                 self._memory = self._succession.adopted(self._memory)
@@ -360,7 +363,12 @@ class PlannerService:
                 totals=totals_of(self._current),
             )
             try:
-                await self._journal.append(record)
+                await self._journal.append(record, leader_epoch=self._leadership.epoch)
+            except StaleEpoch as error:
+                # Whoever leads by now has read all that it takes over: this never was decided.
+                log.warning("decision %s is not carried out: %s", decision.decision_id, error)
+                self._leadership.depose()
+                return
             except ReadyplaneError as error:
                 # Serving comes before book-keeping: act, and say that the record is lost.
                 log.error("decision %s is not journalled: %s", decision.decision_id, error)
