@@ -350,18 +350,41 @@ class RouterClient(ServiceClient):
             )
         except asyncio.CancelledError:
             if not dry_run:
-                task = asyncio.ensure_future(
-                    self._give_back(reservation_id_of(shape.request_id, replaces))
-                )
-                self._giving_back.add(task)
-                task.add_done_callback(self._giving_back.discard)
+                self._gives_back([reservation_id_of(shape.request_id, replaces)])
             raise
         return wire.pair_from_proto(response)
 
-    async def _give_back(self, reservation_id: str) -> None:
-        event = RequestEvent(reservation_id, EventKind.ABORTED, detail="its route was cancelled")
+    async def route_batch(self, shapes: Sequence[RequestShape]) -> list[Pair | ReadyplaneError]:
+        """Pick and reserve a pair for each, in one call; a pair or its own error each, in order.
+
+        One that has to wait holds the answer back. When the caller is cancelled, all are given back.
+        """
+        try:
+            response: pb.RouteBatchResponse = await self.call(
+                "RouteBatch",
+                lambda: pb.RouteBatchRequest(
+                    request_id=self._make_id(),
+                    requests=[wire.request_shape_to_proto(shape) for shape in shapes],
+                ),
+                self.route_timeout_s,
+            )
+        except asyncio.CancelledError:
+            self._gives_back([reservation_id_of(shape.request_id) for shape in shapes])
+            raise
+        return [wire.route_result_from_proto(result) for result in response.results]
+
+    def _gives_back(self, reservation_ids: Sequence[str]) -> None:
+        task = asyncio.ensure_future(self._give_back(reservation_ids))
+        self._giving_back.add(task)
+        task.add_done_callback(self._giving_back.discard)
+
+    async def _give_back(self, reservation_ids: Sequence[str]) -> None:
+        events = [
+            RequestEvent(reservation_id, EventKind.ABORTED, detail="its route was cancelled")
+            for reservation_id in reservation_ids
+        ]
         with contextlib.suppress(ReadyplaneError):  # then it runs out by its own time
-            await self.complete([event])
+            await self.complete(events)
 
     async def complete(self, events: Sequence[RequestEvent]) -> int:
         """Tell facts; returns how many reservations were not known."""

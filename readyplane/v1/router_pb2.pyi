@@ -898,7 +898,7 @@ class RouteStreamRequest(google.protobuf.message.Message):
     EVENTS_FIELD_NUMBER: builtins.int
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RouteRequest]:
-        """At most 256 in one message, and 4,096 under way on the stream."""
+        """At most 256 in one message. With 4,096 under way the stream is not read on."""
 
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestEvent]:

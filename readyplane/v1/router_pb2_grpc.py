@@ -232,8 +232,9 @@ class RouterServicer(object):
     def RouteStream(self, request_iterator, context):
         """Route and Complete over one stream, for those who route much. Each result comes as soon as it is
         known, in any order, named by its request_id; those that are known together share a message.
-        Events are applied in order. The end of the stream, from either side, gives up what still waits;
-        what was answered stays reserved.
+        Events are applied in order. When the caller has closed its side, what is under way is still
+        answered; a broken stream gives up what waits. What was reserved for a caller that is gone runs
+        out, unless it is told of as ABORTED. INVALID_ARGUMENT ends a stream with too large a message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -489,8 +489,9 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
     RouteStream: _RouterRouteStreamType
     """Route and Complete over one stream, for those who route much. Each result comes as soon as it is
     known, in any order, named by its request_id; those that are known together share a message.
-    Events are applied in order. The end of the stream, from either side, gives up what still waits;
-    what was answered stays reserved.
+    Events are applied in order. When the caller has closed its side, what is under way is still
+    answered; a broken stream gives up what waits. What was reserved for a caller that is gone runs
+    out, unless it is told of as ABORTED. INVALID_ARGUMENT ends a stream with too large a message.
     """
 
     Complete: _RouterCompleteType
@@ -710,8 +711,9 @@ class RouterServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[readyplane.v1.router_pb2.RouteStreamResponse], collections.abc.AsyncIterator[readyplane.v1.router_pb2.RouteStreamResponse]]:
         """Route and Complete over one stream, for those who route much. Each result comes as soon as it is
         known, in any order, named by its request_id; those that are known together share a message.
-        Events are applied in order. The end of the stream, from either side, gives up what still waits;
-        what was answered stays reserved.
+        Events are applied in order. When the caller has closed its side, what is under way is still
+        answered; a broken stream gives up what waits. What was reserved for a caller that is gone runs
+        out, unless it is told of as ABORTED. INVALID_ARGUMENT ends a stream with too large a message.
         """
 
     @abc.abstractmethod

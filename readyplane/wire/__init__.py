@@ -65,6 +65,7 @@ from readyplane.wire.router import (
     request_event_to_proto,
     request_shape_from_proto,
     request_shape_to_proto,
+    route_result_from_proto,
     router_signals_from_proto,
     router_signals_to_proto,
 )
@@ -164,6 +165,7 @@ __all__ = [
     "request_shape_to_proto",
     "role_from_proto",
     "role_to_proto",
+    "route_result_from_proto",
     "router_signals_from_proto",
     "router_signals_to_proto",
     "seconds_of",

@@ -105,12 +105,9 @@ def error_from_rpc(
         error: what grpc or grpc.aio raised. service, address: named when it cannot be reached.
     """
     code, text = _code_and_text(error)
-    status = _details(error)
-    info = _unpacked(status, error_details_pb2.ErrorInfo)
-    if status is not None and info is not None and info.domain == DOMAIN:
-        retry = _unpacked(status, error_details_pb2.RetryInfo)
-        retry_after_s = None if retry is None else _seconds(retry.retry_delay)
-        return _rebuilt(info.reason, dict(info.metadata), status.message, retry_after_s)
+    ours = _ours(_details(error))
+    if ours is not None:
+        return ours
     where = f"{service or 'the service'}{f' at {address}' if address else ''}"
     if code is grpc.StatusCode.UNAVAILABLE:
         remedy = "check that it runs and listens on that address"
@@ -124,6 +121,25 @@ def error_from_rpc(
     if code is grpc.StatusCode.INTERNAL and any(mark in text for mark in CONNECTION_LOST):
         return Unavailable(f"{where} closed the connection under the call ({text})", "ask again")
     return ReadyplaneError(f"{where} answered {code.name}: {text}")
+
+
+def error_from_status(serialised: bytes) -> ReadyplaneError:
+    """The error of a serialised `google.rpc.Status`, as answers of a batch carry it."""
+    try:
+        status = status_pb2.Status.FromString(serialised)
+    except DecodeError:
+        return ReadyplaneError(f"an error that cannot be read: {serialised[:60]!r}")
+    return _ours(status) or ReadyplaneError(status.message)
+
+
+def _ours(status: status_pb2.Status | None) -> ReadyplaneError | None:
+    """The error in a status of ours; None when it is not."""
+    info = _unpacked(status, error_details_pb2.ErrorInfo)
+    if status is None or info is None or info.domain != DOMAIN:
+        return None
+    retry = _unpacked(status, error_details_pb2.RetryInfo)
+    retry_after_s = None if retry is None else _seconds(retry.retry_delay)
+    return _rebuilt(info.reason, dict(info.metadata), status.message, retry_after_s)
 
 
 def _code_and_text(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:

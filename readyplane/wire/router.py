@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from readyplane.core.errors import InvalidField
+from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane.core.work import ISL_EDGES, OSL_EDGES, EventKind, RequestEvent, RequestShape, Slo
 from readyplane.ports import (
     ClientSignals,
@@ -28,6 +28,7 @@ from readyplane.ports import (
 )
 from readyplane.v1 import router_pb2 as pb
 from readyplane.v1 import worker_pb2 as pb_worker
+from readyplane.wire.errors import error_from_status
 from readyplane.wire.scalars import duration, enum_of, json_of, object_of, seconds_of
 from readyplane.wire.worker import (
     check_result_from_proto,
@@ -299,6 +300,13 @@ def pair_from_proto(message: pb.RouteResponse) -> Pair:
         ttl_s=seconds_of(message.ttl),
         explanation=object_of(text, "explanation_json") if text else None,
     )
+
+
+def route_result_from_proto(message: pb.RouteResult) -> Pair | ReadyplaneError:
+    """One result of a batch: its pair, or the error that a route of its own would have raised."""
+    if not message.error_status:
+        return pair_from_proto(message.pair)
+    return error_from_status(message.error_status)
 
 
 def request_event_to_proto(event: RequestEvent) -> pb.RequestEvent:

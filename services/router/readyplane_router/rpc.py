@@ -12,6 +12,7 @@ from readyplane import wire
 from readyplane.kit.clock import Clock
 from readyplane.v1 import router_pb2 as pb
 from readyplane.v1 import router_pb2_grpc
+from readyplane_router.batches import Batches
 from readyplane_router.service import RouterService
 
 FULL_NAME = "readyplane.v1.Router"
@@ -29,6 +30,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     def __init__(self, service: RouterService, clock: Clock) -> None:
         self._service = service
         self._clock = clock
+        self._batches = Batches(self._route, service.complete)
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         lease = await self._service.register(wire.worker_offer_from_proto(request.offer))
@@ -127,6 +129,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 yield pb.WatchResponse(fleet=wire.fleet_to_proto(fleet, now_s=now_s))
 
     async def Route(self, request: pb.RouteRequest, context: Context) -> pb.RouteResponse:
+        return await self._route(request)
+
+    async def _route(self, request: pb.RouteRequest) -> pb.RouteResponse:
         pair = await self._service.route(
             wire.request_shape_from_proto(request),
             replaces=request.replaces_reservation_id,
@@ -135,6 +140,18 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             dry_run=request.dry_run,
         )
         return wire.pair_to_proto(pair)
+
+    async def RouteBatch(
+        self, request: pb.RouteBatchRequest, context: Context
+    ) -> pb.RouteBatchResponse:
+        return await self._batches.batch(request)
+
+    async def RouteStream(
+        self, request_iterator: AsyncIterator[pb.RouteStreamRequest], context: Context
+    ) -> AsyncIterator[pb.RouteStreamResponse]:
+        async with aclosing(self._batches.stream(request_iterator)) as answers:
+            async for answer in answers:
+                yield answer
 
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         events = [wire.request_event_from_proto(event) for event in request.events]
