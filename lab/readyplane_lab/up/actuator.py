@@ -131,9 +131,13 @@ class LocalActuator:
             self._fences.take(held.order.model, leader_epoch)
         return await self._release(worker_id, grace_s=grace_s, reason=reason)
 
+    def take_no_more(self) -> None:
+        """Refuse orders from now on; who runs already serves on."""
+        self._closed = True
+
     async def release_all(self, *, grace_s: float, reason: str) -> None:
         """Take no more orders and end every worker; for whoever owns this machine, not a planner."""
-        self._closed = True
+        self.take_no_more()
         await asyncio.gather(
             *(self._release(name, grace_s=grace_s, reason=reason) for name in list(self._live))
         )

@@ -230,18 +230,34 @@ async def _drive(
     run.tally = traffic.tally
     began_s = clock.monotonic_s()
     driving = asyncio.create_task(_traffic(traffic, workload, stack, observer, stop, clock))
+    ending = asyncio.create_task(_ending(stack, traffic, observer, stop))
     try:
         while not (driving.done() or stack.failed.done()):
             terminal.show(observer.seen, run.tally, at_s=clock.monotonic_s() - began_s)
-            if stop.is_set():
-                traffic.stop()
             await asyncio.wait({driving}, timeout=0.5)
+        if stop.is_set():
+            await ending
     finally:
+        ending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ending
         if not driving.done():
             driving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await driving
     return stack.failed.result() if stack.failed.done() else driving.result()
+
+
+async def _ending(stack: Stack, traffic: Traffic, observer: Observer, stop: asyncio.Event) -> None:
+    """Once the end is asked for: no request is sent and no worker ordered any more, at once.
+
+    Open requests take their time; a planner that saw them to their end would grow the fleet.
+    """
+    await stop.wait()
+    traffic.stop()
+    stack.actuator.take_no_more()
+    await observer.look()  # the last word of the planner, for the summary
+    await stack.end_ordering()
 
 
 async def _traffic(
@@ -288,7 +304,10 @@ def _on_signals(
             say("ending at once")
             task.cancel()
         elif not stop.is_set():
-            say("ending: open requests are finished first; Ctrl-C again ends at once")
+            say(
+                "ending: nothing is ordered any more and open requests are finished;"
+                " Ctrl-C again ends at once"
+            )
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,7 +1,8 @@
 """The four services as processes: started with fixed addresses, watched, started again.
 
 Owns names, ports, ready files and the restart bound. A service that ends by itself is started
-again at the same address, a bounded number of times; beyond that the stack says so and ends.
+again at the same address, a bounded number of times within a window; beyond that the stack says so
+and ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,8 @@ from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.processes import ProcessTable
 
 RESTARTS_MAX = 5
+RESTART_WINDOW_S = 300.0
+"""So many starts again within that time, and no more; one that ends now and then is kept."""
 WRONG_SETTING = 2  # the exit code of a service that refuses what it was told
 READY_WITHIN_S = 60.0
 STOP_GRACE_S = 15.0
@@ -40,6 +44,7 @@ class Service:
     args: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     restarts: int = 0
+    again_s: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_MAX))
     wanted: bool = True
 
     @property
@@ -128,23 +133,27 @@ class Services:
         if returncode == WRONG_SETTING:
             self._gave_up(f"{name} refused its settings:\n{self._table.log_tail(name)}")
             return
-        if service.restarts >= RESTARTS_MAX:
-            self._gave_up(f"{name} ended {service.restarts + 1} times, last with {returncode}")
+        now_s = self._clock.monotonic_s()
+        if not may_start_again(service.again_s, now_s):
+            times = f"{RESTARTS_MAX + 1} times in {now_s - service.again_s[0]:.0f} s"
+            self._gave_up(f"{name} ended {times}, last with {returncode}")
             return
         service.restarts += 1
+        service.again_s.append(now_s)
         log.warning(
-            "%s ended with code %d; start %d of %d again",
+            "%s ended with code %d; start %d of %d within %.0f s again",
             name,
             returncode,
-            service.restarts,
+            len(service.again_s),
             RESTARTS_MAX,
+            RESTART_WINDOW_S,
         )
         task = asyncio.get_running_loop().create_task(self._again(service))
         self._restarting.add(task)
         task.add_done_callback(self._restarting.discard)
 
     async def _again(self, service: Service) -> None:
-        await self._clock.sleep(0.2 * 2**service.restarts)
+        await self._clock.sleep(0.2 * 2 ** len(service.again_s))
         if not service.wanted:
             return
         try:
@@ -173,6 +182,13 @@ class Services:
     def restarts(self) -> dict[str, int]:
         """How often each service was started again, only those that were."""
         return {s.name: s.restarts for s in self._services.values() if s.restarts}
+
+
+def may_start_again(again_s: deque[float], now_s: float) -> bool:
+    """Whether one more start is within the bound; starts of before the window are forgotten."""
+    while again_s and now_s - again_s[0] >= RESTART_WINDOW_S:
+        again_s.popleft()
+    return len(again_s) < RESTARTS_MAX
 
 
 def _is_ready(ready_file: Path) -> bool:

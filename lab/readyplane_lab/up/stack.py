@@ -56,6 +56,14 @@ class Stack:
         """The page, with the token in the fragment (never sent to a server)."""
         return f"{self.book.planner_http}/#token={self.book.token}"
 
+    async def end_ordering(self) -> None:
+        """Nothing is ordered, drained or turned any more, from this call on; requests are served on.
+
+        The actuator refuses at once, whatever is under way; the planner is gone on return.
+        """
+        self.actuator.take_no_more()
+        await self.services.stop("planner")
+
 
 @asynccontextmanager
 async def running_stack(
