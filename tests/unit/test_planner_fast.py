@@ -421,6 +421,9 @@ async def test_a_flip_by_hand_is_no_loss_of_a_worker(least: int) -> None:
     turned = [r for r in why if r.code == "turned_by_hand"]
     assert turned
     assert turned[0].text.startswith(f"{chosen} was told by hand to serve decode")
+    _record, outcomes = await run.journal.get(world.boxes[chosen].order.scale_decision_id)
+    kinds = {o.kind for o in outcomes if o.subject == chosen}
+    assert "flipped" in kinds and "left" not in kinds
     replaced = {r.text for r in why if r.code == "replace"}
     if least == 1:
         assert "the other 2 are enough" in turned[0].text and not replaced

@@ -13,7 +13,7 @@ planner goes on.
 | ready | the gate let it in; with the whole start, the gate's checks and where weights came from |
 | stood_by | the gate let it in as a standby; with the whole start, like `ready` |
 | activating, activate_failed, activated | the router took the word, did not; it serves, after `seconds` |
-| flipping, flip_failed, flipped | the same of a change of the stage, its drain included |
+| flipping, flip_failed, flipped | the same of a change of the stage, its drain included; of one by hand `flipped`, at what started the worker |
 | first_request | the router has assigned it work, or its engine has computed something |
 | failed | its process ended by itself; with the start as far as it came |
 | draining, drain_failed, drained | the router took the drain, did not; the worker has left |
@@ -106,6 +106,11 @@ class Follower:
             worker_id, decision_id = worker.worker_id, worker.offer.scale_decision_id
             alive.add(worker_id)
             self._tell(decision_id, worker_id, "provisioned", wall_s, {})
+            if worker.told == fast.FLIP and worker_id not in self.changing:
+                # Told by hand: it is no end of the worker, and belongs to what started it.
+                pool = next(name for name in POOLS if ROLE_OF[name] is worker.offer.counts_as)
+                self.changing[worker_id] = Word(fast.FLIP, decision_id, pool, wall_s)
+                _bound(self.changing, STARTING_MAX)
             if worker_id in self.changing:
                 self._changed(worker, now_s=now_s, wall_s=wall_s)
             if worker.state is WorkerState.STANDBY:
