@@ -23,6 +23,7 @@ from redis.exceptions import NoScriptError
 from readyplane.core.worker import WorkerState
 from readyplane.kit.redis import redis_errors
 from readyplane_router import lease
+from readyplane_router.bundle import BUNDLE_OPERATIONS_MAX, Bundles
 from readyplane_router.channel import Channel
 from readyplane_router.seats import SWEEP_MAX, Side, Take, Taken, Use
 from readyplane_router.store import (
@@ -63,6 +64,7 @@ class RedisStore:
         self._redis = client
         self._timeout_s = call_timeout_s
         self._channel = Channel(client, silent_s=call_timeout_s)
+        self._bundles = Bundles(self._send_bundle)
         self._known: set[str] = set()
 
     async def identity(self) -> str:
@@ -224,13 +226,8 @@ class RedisStore:
 
     async def take(self, model: str, take: Take) -> Taken:
         sides = _encode([_plain(side) for side in take.sides])
-        answer = await self._call(
-            "take",
-            model,
-            take.reservation_id,
-            _ms(take.ttl_s),
-            sides,
-            take.payload,
+        answer = await self._bundles.add(
+            model, ("take", take.reservation_id, _ms(take.ttl_s), sides, take.payload)
         )
         if answer[0] == b"held":
             return Taken(answer[1].decode(), repeated=True)
@@ -252,9 +249,12 @@ class RedisStore:
         return out
 
     async def release(self, model: str, items: Sequence[tuple[str, int]]) -> int:
-        if not items:
-            return 0
-        return int(await self._call("release", model, *(part for item in items for part in item)))
+        unknown = 0
+        for start in range(0, len(items), BUNDLE_OPERATIONS_MAX):
+            some = items[start : start + BUNDLE_OPERATIONS_MAX]
+            told = [self._bundles.add(model, ("release", *item)) for item in some]
+            unknown += sum(await asyncio.gather(*told))
+        return unknown
 
     async def grow(self, model: str, reservation_id: str, side: int, blocks: int) -> bool:
         return bool(await self._call("grow", model, reservation_id, side, blocks))
@@ -332,6 +332,7 @@ class RedisStore:
                         yield Change(model, worker_id)
 
     async def aclose(self) -> None:
+        await self._bundles.aclose()
         await self._channel.aclose()
         await self._redis.aclose()
 
@@ -382,6 +383,10 @@ class RedisStore:
         found = await self._bounded(self._redis.smembers(MODELS))
         self._known = {raw.decode() for raw in found}
         return sorted(self._known)
+
+    async def _send_bundle(self, model: str, arguments: Sequence[Any]) -> Sequence[Any]:
+        answers: Sequence[Any] = await self._call("bundle", model, *arguments)
+        return answers
 
     async def _call(self, op: str, model: str, *args: Any) -> Any:
         command = (len(PARTS), *_keys(model), op, CHANGES, model, *args)

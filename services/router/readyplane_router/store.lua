@@ -22,26 +22,32 @@ end
 -- back there only. A side is [worker, epoch, s, b, w, t, life]; false where not (any more) counted.
 local function seat_field(id, name) return id .. '\31' .. name end
 
-local function number(id, name)
-  return tonumber(redis.call('HGET', seats, seat_field(id, name)) or '0')
-end
-
 local DIMS = {'s', 'b', 'w', 't'}
 
-local function used(id)
-  return {number(id, 's'), number(id, 'b'), number(id, 'w'), number(id, 't')}
+-- Of a seat: its life and what is used.
+local function uses(id)
+  return redis.call('HMGET', seats, seat_field(id, 'life'), seat_field(id, 's'), seat_field(id, 'b'),
+    seat_field(id, 'w'), seat_field(id, 't'))
 end
 
-local function add(side, sign)
-  local id = side[1]
-  if redis.call('HGET', seats, seat_field(id, 'life')) ~= side[7] then return end
+-- `seat`: as `uses` gives it; kept in step.
+local function count(seat, side, sign)
+  if seat[1] ~= side[7] then return end
+  local out = {}
   for i, dim in ipairs(DIMS) do
-    if side[2 + i] ~= 0 then
-      local left = redis.call('HINCRBY', seats, seat_field(id, dim), sign * side[2 + i])
-      if left < 0 then redis.call('HSET', seats, seat_field(id, dim), 0) end
+    local n = side[2 + i]
+    if n ~= 0 then
+      local left = (tonumber(seat[1 + i]) or 0) + sign * n
+      if left < 0 then left = 0 end
+      seat[1 + i] = left
+      out[#out + 1] = seat_field(side[1], dim)
+      out[#out + 1] = left
     end
   end
+  if #out > 0 then redis.call('HSET', seats, unpack(out)) end
 end
+
+local function add(side, sign) count(uses(side[1]), side, sign) end
 
 -- Count every side whose seat is there, keep the reservation; returns how many are not there.
 local function keep(rid, sides, payload, ttl)
@@ -197,35 +203,60 @@ function ops.seat()
   return 1
 end
 
--- rid, ttl_ms, sides (JSON: [[id, epoch, s, b, w, t], ...]), payload
-function ops.take()
-  local rid, ttl = ARGV[4], tonumber(ARGV[5])
+-- Both sides or none: `sides` is JSON, [[id, epoch, s, b, w, t], ...]. Answers what is used after.
+local function take(rid, ttl, sides, payload)
   local raw = redis.call('HGET', reservations, rid)
   if raw then return {'held', cjson.decode(raw).p} end
-  local sides = cjson.decode(ARGV[6])
-  local why = ''
-  for _, side in ipairs(sides) do
+  sides = cjson.decode(sides)
+  local why, found = '', {}
+  for i, side in ipairs(sides) do
     local id = side[1]
-    local epoch = redis.call('HGET', seats, seat_field(id, 'epoch'))
-    if not epoch then
+    local limit = redis.call('HMGET', seats, seat_field(id, 'epoch'), seat_field(id, 'open'),
+      seat_field(id, 'max_s'), seat_field(id, 'max_b'))
+    for j = 1, i - 1 do
+      if sides[j][1] == id then found[i] = found[j] end
+    end
+    local seat = found[i] or uses(id)
+    found[i] = seat
+    if why ~= '' then
+      -- another side refused already; only what is used is told
+    elseif not limit[1] then
       why = id .. ': no seat'
-    elseif epoch ~= tostring(side[2]) then
-      why = id .. ': epoch ' .. epoch .. ', wanted ' .. tostring(side[2])
-    elseif redis.call('HGET', seats, seat_field(id, 'open')) ~= '1' then
+    elseif limit[1] ~= tostring(side[2]) then
+      why = id .. ': epoch ' .. limit[1] .. ', wanted ' .. tostring(side[2])
+    elseif limit[2] ~= '1' then
       why = id .. ': shut'
-    elseif number(id, 's') + side[3] > number(id, 'max_s') then
+    elseif (tonumber(seat[2]) or 0) + side[3] > (tonumber(limit[3]) or 0) then
       why = id .. ': no free sequence'
-    elseif number(id, 'b') + side[4] > number(id, 'max_b') then
+    elseif (tonumber(seat[3]) or 0) + side[4] > (tonumber(limit[4]) or 0) then
       why = id .. ': no free blocks'
     end
-    if why ~= '' then break end
+    side[7] = seat[1] or nil
   end
-  local ids = {}
-  for i, side in ipairs(sides) do ids[i] = side[1] end
-  if why == '' then keep(rid, sides, ARGV[7], ttl) end
+  if why == '' then
+    for i, side in ipairs(sides) do count(found[i], side, 1) end
+    redis.call('HSET', reservations, rid, cjson.encode({s = sides, p = payload}))
+    redis.call('ZADD', expiries, now_ms() + ttl, rid)
+  end
   local out = {why == '' and 'taken' or 'refused', why}
-  for _, id in ipairs(ids) do
-    for _, n in ipairs(used(id)) do out[#out + 1] = n end
+  for _, seat in ipairs(found) do
+    for i = 2, 5 do out[#out + 1] = tonumber(seat[i]) or 0 end
+  end
+  return out
+end
+
+-- Operations one after the other, each for itself: take, rid, ttl_ms, sides, payload; or release,
+-- rid, which (-1: all). An answer for each.
+function ops.bundle()
+  local out, i = {}, 4
+  while i <= #ARGV do
+    if ARGV[i] == 'take' then
+      out[#out + 1] = take(ARGV[i + 1], tonumber(ARGV[i + 2]), ARGV[i + 3], ARGV[i + 4])
+      i = i + 5
+    else
+      out[#out + 1] = 1 - release(ARGV[i + 1], tonumber(ARGV[i + 2]))
+      i = i + 3
+    end
   end
   return out
 end
@@ -248,15 +279,6 @@ function ops.put_back()
     end
   end
   return out
-end
-
--- then by twos: rid, which (-1: all)
-function ops.release()
-  local unknown = 0
-  for i = 4, #ARGV, 2 do
-    if release(ARGV[i], tonumber(ARGV[i + 1])) == 0 then unknown = unknown + 1 end
-  end
-  return unknown
 end
 
 -- rid, side, blocks

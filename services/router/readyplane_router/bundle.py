@@ -1,0 +1,97 @@
+"""Takes and releases that are made at the same time share one call of the store's script.
+
+Owns who waits for which answer. One call of a model is under way at a time; what comes meanwhile goes
+with the next, so that an idle router waits for nobody and a busy one pays for a round trip once in
+many picks. Each operation is compared and taken for itself, in the order in which it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from readyplane.core.errors import Unavailable
+
+BUNDLE_OPERATIONS_MAX = 256
+
+Operation = tuple[Any, ...]
+Send = Callable[[str, Sequence[Any]], Awaitable[Sequence[Any]]]
+
+
+@dataclass(slots=True)
+class _Line:
+    waiting: deque[tuple[Operation, asyncio.Future[Any]]] = field(default_factory=deque)
+    sending: asyncio.Task[None] | None = None
+
+
+class Bundles:
+    """Operations by model, sent together."""
+
+    def __init__(self, send: Send) -> None:
+        """`send`: a model and the arguments of its operations, to one answer for each."""
+        self._send = send
+        self._lines: dict[str, _Line] = {}
+
+    def add(self, model: str, operation: Operation) -> asyncio.Future[Any]:
+        """Its answer to come, or what the call that carried it raised."""
+        line = self._lines.get(model)
+        if line is None:
+            line = self._lines[model] = _Line()
+        answer = asyncio.get_running_loop().create_future()
+        line.waiting.append((operation, answer))
+        if line.sending is None:
+            line.sending = asyncio.ensure_future(self._send_all(model, line))
+        return answer
+
+    async def aclose(self) -> None:
+        """Give up what waits; its callers are told."""
+        for line in self._lines.values():
+            if line.sending is not None:
+                line.sending.cancel()
+                await asyncio.wait([line.sending])
+            _fail(line.waiting, _closed())
+        self._lines.clear()
+
+    async def _send_all(self, model: str, line: _Line) -> None:
+        waiting = line.waiting
+        try:
+            while waiting:
+                some = [waiting.popleft() for _ in range(min(len(waiting), BUNDLE_OPERATIONS_MAX))]
+                await self._send_some(model, [one for one in some if not one[1].done()])
+        finally:
+            line.sending = None
+
+    async def _send_some(
+        self, model: str, some: Sequence[tuple[Operation, asyncio.Future[Any]]]
+    ) -> None:
+        """Operations whose caller has left before they were sent are not made."""
+        if not some:
+            return
+        arguments: list[Any] = []
+        for operation, _ in some:
+            arguments += operation
+        try:
+            answers = await self._send(model, arguments)
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            _fail(some, error)
+            return
+        except BaseException:
+            _fail(some, _closed())
+            raise
+        for (_, answer), told in zip(some, answers, strict=True):
+            if not answer.done():
+                answer.set_result(told)
+
+
+def _closed() -> Unavailable:
+    """What callers are told whose operation may or may not have been made."""
+    return Unavailable("the store was closed meanwhile", "ask another router")
+
+
+def _fail(some: Iterable[tuple[Operation, asyncio.Future[Any]]], error: Exception) -> None:
+    for _, answer in some:
+        if not answer.done():
+            answer.set_exception(error)
