@@ -30,6 +30,7 @@ from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane.kit import telemetry
 from readyplane.kit.auth import TokenCheck
 from readyplane.kit.http import make_app
+from readyplane.kit.one_write import OneWriteProtocol
 from readyplane.kit.rpc import OPTIONS, Guard
 from readyplane.kit.settings import ServiceSettings
 
@@ -68,6 +69,8 @@ class ServiceServer:
     Attributes:
         app: the FastAPI application, with `/healthz`, `/readyz`, `/metrics`, error bodies and token
             check in place. Add routers before `run`.
+        front: an ASGI application that answers instead of `app`, and hands on to it what it does
+            not know; None for `app` itself.
         open_paths: HTTP paths that need no token, beside health, metrics and mounted static files.
         stopping: set when the end has begun; endless HTTP answers (SSE) should watch it.
         grpc_address, http_url: known once `run` has bound.
@@ -87,6 +90,7 @@ class ServiceServer:
         self._health = health.aio.HealthServicer()
         self._registrations: list[tuple[Callable[[grpc.aio.Server], None], str]] = []
         self._side_tasks: set[asyncio.Task[None]] = set()
+        self.front: Any = None
         self.app = make_app(name, self._check, self.open_paths, self._readiness)
 
     def add_grpc(self, register: Callable[[grpc.aio.Server], None], full_name: str) -> None:
@@ -173,8 +177,9 @@ class ServiceServer:
 
     def _http_config(self) -> uvicorn.Config:
         return uvicorn.Config(
-            self.app,
-            http="httptools",
+            self.front or self.app,
+            http=OneWriteProtocol,
+            proxy_headers=self.front is None,
             ws="none",
             lifespan="off",
             loop="none",

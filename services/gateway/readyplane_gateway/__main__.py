@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from readyplane.client import RegistryClient, RouterClient
@@ -13,6 +14,7 @@ from readyplane.kit.server import ServiceServer, run_service
 from readyplane.kit.settings import parse_settings
 from readyplane.kit.telemetry import metrics, setup_logging
 from readyplane.ports import Registry, Router
+from readyplane_gateway.ahead import RouteAhead
 from readyplane_gateway.api import Api
 from readyplane_gateway.service import Gateway
 from readyplane_gateway.settings import GatewaySettings
@@ -33,19 +35,29 @@ async def serve() -> None:
     registry = (
         RegistryClient(settings.registry, token=settings.token) if settings.registry else None
     )
-    router, beside, close = await _router(settings, registry)
     try:
-        await _serve(settings, router, registry, beside)
+        choice = await _choice(settings, registry)
+        try:
+            await _serve(settings, registry, choice)
+        finally:
+            await choice.close()
     finally:
-        await close()
         if registry is not None:
             await registry.aclose()
 
 
-async def _router(
-    settings: GatewaySettings, registry: Registry | None
-) -> tuple[Router, Sequence[Work], Work]:
-    """Who chooses pairs, what runs beside it, and how it is closed.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who chooses pairs, what runs beside it, how it is closed, and how it tells of pairs early."""
+
+    router: Router
+    close: Work
+    beside: Sequence[Work] = ()
+    route_ahead: RouteAhead | None = None
+
+
+async def _choice(settings: GatewaySettings, registry: Registry | None) -> Choice:
+    """As the settings want it.
 
     Raises:
         InvalidField: a setting that the chosen way needs. Unavailable, Refused: the store.
@@ -53,7 +65,7 @@ async def _router(
     if settings.pairing == "grpc":
         settings.need("router")
         client = RouterClient(settings.router, token=settings.token)
-        return client, (), client.aclose
+        return Choice(client, client.aclose)
     # Only here, so that a gateway that asks a router loads neither its brain nor a Redis client.
     from readyplane_router.embedded import EmbeddedRouter
 
@@ -66,29 +78,29 @@ async def _router(
         clock=SystemClock(),
         metrics=metrics,
     )
-    await brain.start()
-    return brain.service, (brain.run,), brain.aclose
+    try:
+        await brain.start()
+    except BaseException:
+        await brain.aclose()
+        raise
+    return Choice(brain.service, brain.aclose, (brain.run,), brain.service.route)
 
 
-async def _serve(
-    settings: GatewaySettings,
-    router: Router,
-    registry: Registry | None,
-    beside: Sequence[Work],
-) -> None:
+async def _serve(settings: GatewaySettings, registry: Registry | None, choice: Choice) -> None:
     gateway = Gateway(
-        router=router,
+        router=choice.router,
         registry=registry,
         clock=SystemClock(),
         bounds=settings.bounds(),
         metrics=metrics,
         show_pair=settings.show_pair,
         engine_token=settings.engine_token,
+        route_ahead=choice.route_ahead,
     )
     server = ServiceServer("gateway", settings)
-    server.app.middleware_stack = Api(
+    server.front = Api(
         gateway,
-        inner=server.app.build_middleware_stack(),
+        inner=server.app,
         new_id=lambda: uuid.uuid4().hex,
         api_key=settings.gateway_api_key,
     )
@@ -100,7 +112,7 @@ async def _serve(
 
     await server.run(
         background=(
-            *beside,
+            *choice.beside,
             gateway.tell_router,
             gateway.watch_fleet,
             gateway.watch_published,

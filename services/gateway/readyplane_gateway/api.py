@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unauthenticated
-from readyplane.kit.telemetry import tracer
+from readyplane.kit.telemetry import tracer, tracing_on
 from readyplane_gateway.legs import LegFailed
 from readyplane_gateway.openai import (
     Ask,
@@ -28,7 +28,7 @@ from readyplane_gateway.openai import (
     slo_of,
     tenant_of,
 )
-from readyplane_gateway.proxy import Call, Header
+from readyplane_gateway.pump import Call, Header
 from readyplane_gateway.service import Gateway
 from readyplane_gateway.tokens import ClientFault
 
@@ -237,6 +237,9 @@ class Api:
             self._count(code, model)
 
     async def _serve(self, ask: Ask, call: Call, answer: _Answer) -> str:
+        if not tracing_on():
+            failure = await self._gateway.proxy.serve(ask, call, answer)
+            return "2xx" if failure is None else "stream_error"
         attributes = {"readyplane.model": ask.model, "readyplane.request_id": call.request_id}
         with _tracer.start_as_current_span("gateway.request", attributes=attributes) as span:
             failure = await self._gateway.proxy.serve(ask, call, answer)

@@ -12,26 +12,25 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from readyplane.core.errors import PromptTooLong, ReadyplaneError, Unavailable
 from readyplane.core.work import (
     EventKind,
     RequestEvent,
     RequestShape,
-    Slo,
     pack_tokens,
     reservation_id_of,
 )
 from readyplane.kit.clock import Clock
 from readyplane.ports import End, Pair, Router
+from readyplane_gateway.ahead import Refused, RouteAhead, Unconfirmed, choose
 from readyplane_gateway.bounds import Bounds
 from readyplane_gateway.engine_http import Trouble
 from readyplane_gateway.fleet import FleetView, ModelFacts
 from readyplane_gateway.legs import Bodies, DecodeLeg, Handover, LegFailed, Legs
 from readyplane_gateway.metrics import Meters
 from readyplane_gateway.openai import Ask, Failure, check_length, check_size, failure_of
+from readyplane_gateway.pump import Call, Header, Pump, Sink
 from readyplane_gateway.reporter import Booking, Reporter
 from readyplane_gateway.sse import SseScan
 from readyplane_gateway.tokens import ClientFault, Tokens
@@ -49,39 +48,6 @@ STREAM_HEADERS = (
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 log = logging.getLogger(__name__)
-Header = tuple[bytes, bytes]
-
-
-class Sink(Protocol):
-    """Where the answer goes."""
-
-    async def start(self, status: int, headers: Sequence[Header]) -> None:
-        """Status and headers; once."""
-        ...
-
-    async def send(self, data: bytes) -> None:
-        """Some of the body; waits while the client does not read."""
-        ...
-
-
-@dataclass(slots=True)
-class Call:
-    """What is known of a request beside its body, and how far it has come.
-
-    Attributes:
-        request_id: unique, of the gateway; engines and router see it.
-        arrived_s: monotonic. slo: named by the request, else None.
-        stage: where it is now, for the count of those that left.
-        begun: bytes of the answer have gone to the client.
-    """
-
-    request_id: str
-    arrived_s: float
-    tenant: str = ""
-    slo: Slo | None = None
-    stage: str = "arrived"
-    begun: bool = False
-    bookings: list[Booking] = field(default_factory=list)
 
 
 class Proxy:
@@ -100,9 +66,10 @@ class Proxy:
         meters: Meters,
         show_pair: bool,
         later: Callable[[Awaitable[object]], None],
+        route_ahead: RouteAhead | None = None,
     ) -> None:
         """`show_pair`: name workers and reservation in the answer's headers. `later`: run a
-        bounded piece of work that outlives its request.
+        bounded piece of work that outlives its request. `route_ahead`: of a router in this process.
         """
         self._router = router
         self._clock = clock
@@ -114,6 +81,7 @@ class Proxy:
         self._meters = meters
         self._show_pair = show_pair
         self._later = later
+        self._route_ahead = route_ahead
 
     async def serve(self, ask: Ask, call: Call, sink: Sink) -> Failure | None:
         """Serve one request; returns the failure that ended a stream which had begun, else None.
@@ -128,13 +96,14 @@ class Proxy:
         token_ids = await self._tokens.of(ask, urls, facts.tokenizer)
         shape = self._shape(ask, call, facts, token_ids)
         call.stage = "route"
-        booking = self._book(call, await self._route(shape))
+        booking = self._book(call, await self._route(call, shape))
         try:
             return await self._serve_booked(ask, call, sink, shape, booking, token_ids)
         except LegFailed as failed:
             call.bookings[-1].leg_failed(failed.end.worker_id, failed.why, busy=failed.busy)
             raise
         except BaseException as error:
+            self._let_go(call)
             for open_booking in call.bookings:
                 open_booking.aborted(_detail(error))
             raise
@@ -175,6 +144,7 @@ class Proxy:
 
     async def _route(
         self,
+        call: Call,
         shape: RequestShape,
         *,
         replaces: str = "",
@@ -189,7 +159,9 @@ class Proxy:
         pause_s = RETRY_FIRST_S
         while True:
             try:
-                return await self._ask_router(shape, replaces, avoid)
+                if self._route_ahead is None:
+                    return await self._ask_router(shape, replaces, avoid)
+                return await self._choose(self._route_ahead, call, shape, replaces, avoid)
             except Unavailable as error:
                 self._meters.router_waits.labels("route").inc()
                 if self._clock.monotonic_s() + pause_s > give_up_s:
@@ -213,6 +185,33 @@ class Proxy:
             self._later(self._give_back(asking))
             raise
 
+    async def _choose(
+        self,
+        route: RouteAhead,
+        call: Call,
+        shape: RequestShape,
+        replaces: str,
+        avoid: Sequence[str],
+    ) -> Pair:
+        """As `_ask_router`, but done as soon as a pair has been chosen: `call.ahead` has the rest."""
+        asking, first = choose(route, shape, replaces, avoid)
+        try:
+            pair = await first
+        except asyncio.CancelledError:
+            self._later(self._give_back(asking))
+            raise
+        if pair is None or asking.done():
+            return asking.result()
+        call.ahead = Unconfirmed(pair, asking)
+        return pair
+
+    def _let_go(self, call: Call) -> None:
+        """A request that ends while its pair is being reserved: what comes of that is given back."""
+        ahead, call.ahead = call.ahead, None
+        if ahead is not None:
+            call.bookings[-1].void()
+            self._later(self._give_back(ahead.asking))
+
     async def _give_back(self, asking: asyncio.Future[Pair]) -> None:
         """An answer under way is waited for; a request that queues in the router is taken out."""
         await asyncio.wait({asking}, timeout=self._bounds.route_grace_s)
@@ -233,6 +232,7 @@ class Proxy:
         await self._reporter.flush(FLUSH_BEFORE_REPAIR_S)
         try:
             pair = await self._route(
+                call,
                 shape,
                 replaces=booking.pair.reservation_id,
                 avoid=(failed.end.worker_id,),
@@ -273,12 +273,13 @@ class Proxy:
     async def _both_legs(
         self, ask: Ask, call: Call, sink: Sink, booking: Booking, bodies: Bodies
     ) -> Failure | None:
+        handover = await self._hand_over(call, booking, bodies)
         pair = booking.pair
         if pair.local:
             self._meters.handovers.labels("local").inc()
-            handover = Handover(b"", None)
         else:
-            handover = await self._prefill(call, booking, bodies)
+            booking.prefill_done(handover.cached_tokens)
+            self._meters.handovers.labels("handed_over" if handover.params else "missing").inc()
         call.stage = "decode"
         leg_name = "local" if pair.local else "decode"
         began_s = self._clock.monotonic_s()
@@ -314,9 +315,38 @@ class Proxy:
             if handover.params and not call.begun:
                 self._later(self._abandon(pair.prefill, params=handover.params))
 
+    async def _hand_over(self, call: Call, booking: Booking, bodies: Bodies) -> Handover:
+        """The prefill leg of a pair, which may still be being reserved; when it has ended, so has
+        that, and `booking` has the pair that was reserved.
+
+        Raises:
+            LegFailed, ClientFault. ReadyplaneError: no pair was reserved after all.
+        """
+        ahead = call.ahead
+        if ahead is None:
+            return await self._prefill(call, booking, bodies)
+        handover = None
+        try:
+            with ahead:
+                handover = await self._prefill(call, booking, bodies)
+        except Refused:
+            pass
+        except (LegFailed, ClientFault):
+            if await ahead.confirmed() is booking.pair:
+                call.ahead = None
+                raise
+        pair = await ahead.confirmed()
+        call.ahead = None
+        if handover is not None and pair is booking.pair:
+            return handover
+        booking.pair = pair
+        return await self._prefill(call, booking, bodies)
+
     async def _prefill(self, call: Call, booking: Booking, bodies: Bodies) -> Handover:
-        call.stage = "prefill"
         pair = booking.pair
+        if pair.local:
+            return Handover(b"", None)
+        call.stage = "prefill"
         began_s = self._clock.monotonic_s()
         outcome = "failed"
         within_s = (
@@ -340,8 +370,6 @@ class Proxy:
             raise
         finally:
             self._meters.leg.labels("prefill", outcome).observe(self._clock.monotonic_s() - began_s)
-        booking.prefill_done(handover.cached_tokens)
-        self._meters.handovers.labels("handed_over" if handover.params else "missing").inc()
         return handover
 
     async def _abandon(self, end: End, *, params: bytes = b"", request_id: str = "") -> None:
@@ -389,7 +417,7 @@ class Proxy:
         leg: DecodeLeg,
         handover: Handover,
     ) -> Failure | None:
-        pump = _Pump(self._clock, self._bounds, call, booking, leg)
+        pump = Pump(self._clock, self._bounds, call, booking, leg)
         scan = SseScan(keep_last=ask.include_usage, keep_each=ask.usage_in_each)
         first = await pump.first(scan)
         pump.first_token(scan.tokens)
@@ -418,7 +446,7 @@ class Proxy:
         call: Call,
         booking: Booking,
         scan: SseScan,
-        pump: _Pump,
+        pump: Pump,
         handover: Handover,
     ) -> None:
         tokens = scan.tokens
@@ -447,76 +475,6 @@ class Proxy:
             (b"x-readyplane-reservation", pair.reservation_id.encode("latin-1", "replace")),
             (b"x-readyplane-handover", how.encode()),
         ]
-
-
-class _Pump:
-    """Moves a stream from the decode leg to the client and keeps its times."""
-
-    def __init__(
-        self, clock: Clock, bounds: Bounds, call: Call, booking: Booking, leg: DecodeLeg
-    ) -> None:
-        self._clock = clock
-        self._bounds = bounds
-        self._call = call
-        self._booking = booking
-        self._leg = leg
-        self._first_s = self._last_s = 0.0
-        self._told_tokens = 0
-        self.ttft_s = 0.0
-
-    async def first(self, scan: SseScan) -> bytes:
-        """The first bytes that hold a token. Raises LegFailed: an error or the end came first."""
-        while True:
-            data = self._feed(scan, await self._next())
-            if scan.error:
-                why = f"it answered with an error ({scan.error[:200].decode(errors='replace')})"
-                raise LegFailed(self._leg.leg, self._leg.end, "engine_error", why)
-            if data and (scan.events or scan.done):
-                return data
-
-    def first_token(self, tokens: int) -> None:
-        """Note the time of the first token and tell it; `tokens` came with it."""
-        self._booking.output_tokens = tokens
-        now_s = self._clock.monotonic_s()
-        self._first_s = self._last_s = now_s
-        self.ttft_s = now_s - self._call.arrived_s
-        self._booking.first_token(self.ttft_s)
-
-    async def rest(self, scan: SseScan, sink: Sink) -> None:
-        """Everything else, to the end marker. Raises LegFailed."""
-        events = scan.events
-        while not (scan.done or scan.error):
-            data = self._feed(scan, await self._next())
-            if not data:
-                continue
-            if scan.events > events:
-                events = scan.events
-                tokens = self._booking.output_tokens = scan.tokens
-                self._last_s = self._clock.monotonic_s()
-                if tokens - self._told_tokens >= self._bounds.progress_tokens:
-                    self._told_tokens = tokens
-                    self._booking.progress()
-            await sink.send(data)
-        with contextlib.suppress(LegFailed):  # all has come; what ends it lets the connection live
-            while await self._leg.piece():
-                pass
-
-    def tpot_s(self, tokens: int) -> float | None:
-        """Mean seconds per later token, None when there was none."""
-        return (self._last_s - self._first_s) / (tokens - 1) if tokens > 1 else None
-
-    async def _next(self) -> bytes:
-        data = await self._leg.piece()
-        if not data:
-            why = "the stream ended before its end marker"
-            raise LegFailed(self._leg.leg, self._leg.end, "truncated", why)
-        return data
-
-    def _feed(self, scan: SseScan, data: bytes) -> bytes:
-        try:
-            return scan.feed(data)
-        except ValueError as error:
-            raise LegFailed(self._leg.leg, self._leg.end, "unreadable", str(error)) from error
 
 
 def _detail(error: BaseException) -> str:

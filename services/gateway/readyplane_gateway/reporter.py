@@ -244,6 +244,10 @@ class Booking:
             now=True,
         )
 
+    def void(self) -> None:
+        """It was never reserved: there is nothing to end."""
+        self._end("void")
+
     def _end(self, how: str) -> bool:
         if self.ended:
             return False

@@ -16,6 +16,7 @@ from readyplane.core.errors import ReadyplaneError
 from readyplane.kit.clock import Clock
 from readyplane.kit.telemetry import Metrics
 from readyplane.ports import Registry, Router
+from readyplane_gateway.ahead import RouteAhead
 from readyplane_gateway.bounds import Bounds
 from readyplane_gateway.engine_http import EngineHttp
 from readyplane_gateway.fleet import FleetView
@@ -50,7 +51,9 @@ class Gateway:
         metrics: Metrics,
         show_pair: bool = True,
         engine_token: str = "",
+        route_ahead: RouteAhead | None = None,
     ) -> None:
+        """`route_ahead`: `route` of a router in this process, which tells of pairs early."""
         self.bounds = bounds
         self.clock = clock
         self.meters = Meters(metrics)
@@ -73,6 +76,7 @@ class Gateway:
             meters=self.meters,
             show_pair=show_pair,
             later=self._do_later,
+            route_ahead=route_ahead,
         )
         self.requests: set[asyncio.Task[object]] = set()
         self.stopping = False
