@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from readyplane.core.identity import Manifest
+from readyplane.core.ration import PrioritySignals, Ration
 from readyplane.core.startup import StartMode, WeightTier
 from readyplane.core.work import RequestEvent, RequestShape
 from readyplane.core.worker import (
@@ -172,10 +173,18 @@ class Directive:
 
 @dataclass(frozen=True, slots=True)
 class KvEvent:
-    """Blocks gained (`stored`), lost (`removed`), or all lost (`cleared`)."""
+    """Blocks gained (`stored`), lost (`removed`), or all lost (`cleared`).
+
+    Attributes:
+        parent_hash: the block before the first one stored; None when it is not known, or there is
+            none.
+        tier: where the blocks lie, as in `readyplane.core.tiers`; a clearing is of all of them.
+    """
 
     kind: str
     block_hashes: tuple[int, ...] = ()
+    parent_hash: int | None = None
+    tier: str = "gpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,42 +330,10 @@ class ClientSignals:
 
 
 @dataclass(frozen=True, slots=True)
-class Ration:
-    """Who is admitted while not everybody can be, for a bounded time.
-
-    Attributes:
-        priority: whoever is less important is refused; of those who have it, `admit_share` of their
-            prompt tokens is admitted, 0 to 1; the more important are not touched.
-        ttl_s: of an order, how long it lasts; of one in force, how long it still does.
-        retry_after_s: when whoever is refused may come again.
-    """
-
-    priority: int
-    admit_share: float
-    ttl_s: float
-    reason: str = ""
-    scale_decision_id: str = ""
-    retry_after_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PrioritySignals:
-    """What arrived with one priority since the router began; `rationed_total` of it was refused by
-    an order of admission.
-    """
-
-    priority: int
-    arrivals_total: int = 0
-    arrival_uncached_tokens_total: int = 0
-    rationed_total: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSignals:
     """Counters of one model since the router began, and gauges now (see router.proto).
 
-    `clients`: the largest labelled ones, bounded in number; whatever they leave of the model's
-    counters is the rest. Empty where no request carries a tenant.
+    `clients`: the largest labelled ones; the rest is what they leave of the model's counters.
     """
 
     model: str
@@ -477,12 +454,7 @@ class Router(Protocol):
         ...
 
     async def ration(self, model: str, order: Ration, *, leader_epoch: int = 0) -> Ration | None:
-        """Refuse requests of low priority for `order.ttl_s`; a share of 1 ends that at once.
-
-        Takes the place of the order before; idempotent. Returns what is in force. Ends by itself on
-        the router's clock, and refuses nobody of the highest priority that is present. Raises
-        StaleEpoch for an older leader, InvalidField, NotFound for a model that nobody has.
-        """
+        """Refuse low priorities for a time; idempotent. Raises StaleEpoch, InvalidField, NotFound."""
         ...
 
     async def list_workers(self, model: str = "") -> Fleet:

@@ -25,6 +25,7 @@ from readyplane.client.channel import (
     status_of,
 )
 from readyplane.core.errors import LostLease, ReadyplaneError, StaleEpoch, Unavailable
+from readyplane.core.ration import Ration
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, reservation_id_of
 from readyplane.core.worker import CheckResult, Fleet, Lease, Role, Serving, Worker, WorkerOffer
 from readyplane.kit.clock import Clock
@@ -33,7 +34,6 @@ from readyplane.ports import (
     GroupStatus,
     Pair,
     RankReport,
-    Ration,
     Renewal,
     RenewalAnswer,
     RouterSignals,

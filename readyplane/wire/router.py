@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from readyplane.core.errors import InvalidField, ReadyplaneError
+from readyplane.core.ration import PrioritySignals, Ration
 from readyplane.core.work import ISL_EDGES, OSL_EDGES, EventKind, RequestEvent, RequestShape, Slo
 from readyplane.ports import (
     ClientSignals,
@@ -19,9 +20,7 @@ from readyplane.ports import (
     LatencyWindow,
     ModelSignals,
     Pair,
-    PrioritySignals,
     RankReport,
-    Ration,
     Renewal,
     RenewalAnswer,
     RouterSignals,

@@ -13,8 +13,9 @@ import pytest
 from readyplane import profiles
 from readyplane.client import RouterClient
 from readyplane.core import convertible
-from readyplane.core.errors import NoPair, Refused
-from readyplane.core.work import RequestShape, pack_tokens
+from readyplane.core.errors import NoPair, Overloaded, Refused
+from readyplane.core.ration import Ration
+from readyplane.core.work import EventKind, RequestEvent, RequestShape, pack_tokens
 from readyplane.core.worker import Role, Worker, WorkerState
 from readyplane.ports import Pair
 from readyplane_agent.lifecycle import ExitCode
@@ -192,3 +193,55 @@ async def test_a_worker_flips_to_the_other_stage_and_back(
         print(f"\nflip: {shown}; a cold start took {cold_s:.2f} s")
     # A renewal, which may be two seconds away, and the proof; a cold start is quick here as well.
     assert max(took_s) < max(4.0, cold_s)
+
+
+async def asked(router: RouterClient, name: str, priority: int) -> Pair:
+    """A request that is paired and given up at once, so that no place is taken."""
+    tokens = pack_tokens(prompt(64))
+    pair = await router.route(RequestShape(name, MODEL, 64, tokens, priority=priority))
+    await router.complete([RequestEvent(pair.reservation_id, EventKind.ABORTED)])
+    return pair
+
+
+async def first_refused(router: RouterClient, name: str) -> tuple[float, Overloaded]:
+    """When the first of many requests of priority 0 was refused, and with what."""
+    for number in range(400):
+        try:
+            await asked(router, f"{name}-{number}", 0)
+        except Overloaded as error:
+            return time.monotonic(), error
+        await asyncio.sleep(0.001)
+    raise AssertionError("nobody was refused")
+
+
+async def test_an_order_of_admission_is_followed_at_once_and_ends_by_itself(
+    tmp_path: Path, demo: DemoModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with cluster(tmp_path, demo) as c:
+        await convertible_decoder(c, "d1")
+        planner, gateway = RouterClient(c.address), RouterClient(c.address)
+        took_s = []
+        try:
+            await asked(gateway, "high", 5)
+            for number in range(3):
+                order = Ration(1, 0.0, 0.6, "a burst", f"d-{number}", 7.0)
+                refused = asyncio.create_task(first_refused(gateway, f"low-{number}"))
+                await asyncio.sleep(0.05)
+                asked_s = time.monotonic()
+                held = await planner.ration(MODEL, order, leader_epoch=1 + number)
+                at_s, error = await refused
+                took_s.append(at_s - asked_s)
+                assert held is not None and held.ttl_s <= 0.6
+                assert f"d-{number}" in str(error) and error.retry_after_s == 7.0
+                await asked(gateway, f"high-{number}", 5)
+                # Nobody renews it: the planner is gone.
+                await asyncio.sleep(max(0.0, 0.65 - (time.monotonic() - asked_s)))
+                assert (await asked(gateway, f"again-{number}", 0)).decode.worker_id == "d1"
+        finally:
+            await planner.aclose()
+            await gateway.aclose()
+        assert c.router.desk(MODEL).refusals == {"rationed": 3}
+    with capsys.disabled():
+        shown = ", ".join(f"{s * 1e3:.1f}" for s in took_s)
+        print(f"\norder of admission: first refused request after {shown} ms")
+    assert max(took_s) < 0.5

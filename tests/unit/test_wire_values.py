@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from readyplane import ports, wire
-from readyplane.core import work, worker
+from readyplane.core import ration, work, worker
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import KvFormat
 from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
@@ -99,7 +99,7 @@ ends = st.builds(ports.End, texts, texts, whole, texts, whole)
 windows = st.builds(ports.LatencyWindow, numbers, whole, numbers, numbers, numbers, numbers)
 row = st.lists(numbers, min_size=len(work.OSL_EDGES), max_size=len(work.OSL_EDGES)).map(tuple)
 tables = st.just(()) | row.map(lambda r: (r,) * len(work.ISL_EDGES))
-rations = st.builds(ports.Ration, small, numbers, seconds, texts, texts, seconds)
+rations = st.builds(ration.Ration, small, numbers, seconds, texts, texts, seconds)
 signals = st.builds(
     ports.ModelSignals,
     model=texts,
@@ -112,7 +112,7 @@ signals = st.builds(
     length_counts=tables,
     generations=many(st.builds(ports.GenerationSignals, texts, whole, whole, whole, whole)),
     clients=many(st.builds(ports.ClientSignals, texts, whole, whole, whole)),
-    priorities=many(st.builds(ports.PrioritySignals, small, whole, whole, whole)),
+    priorities=many(st.builds(ration.PrioritySignals, small, whole, whole, whole)),
     ration=maybe(rations),
 )  # fmt: skip
 sources = st.builds(

@@ -68,6 +68,11 @@ def summary_line(seen: Seen, tally: Tally, *, at_s: float) -> Text:
     text.append(f"{tally.ended}/{tally.sent} requests, attainment {share}")
     if degraded := seen.state.get("degraded"):
         text.append(f"  degraded: {degraded}", style="yellow")
+    order = seen.state.get("degradation", {}).get("ordered")
+    if order is not None:
+        share = order["admit_share"]
+        kept = f", {share:.0%} of it admitted" if share > 0 else ""
+        text.append(f"  refused up to priority {order['priority']}{kept}", style="red")
     return text
 
 

@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from readyplane.core.errors import NotFound, ReadyplaneError, Refused, Unavailable
+from readyplane.core.ration import Ration
 from readyplane.core.startup import StartMode
 from readyplane.core.worker import Role, Worker, WorkerState
-from readyplane.ports import Actuator, Instance, Order, Ration, Router
+from readyplane.ports import Actuator, Instance, Order, Router
 from readyplane_planner.decide import (
     ROLE_OF,
     Activation,

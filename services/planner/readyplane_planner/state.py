@@ -21,7 +21,7 @@ STEMS = ("ttft", "tpot")
 HELD = frozenset(
     (
         *("manual_hold", "ownership_conflict", "denied", "pending", "backoff", "shape_unknown"),
-        *("fallback", "drift_forecast", "drift_model", "drift_actuation"),
+        *("shedding", "fallback", "drift_forecast", "drift_model", "drift_actuation"),
     )
 )
 """Reasons that a person may end or wait for; each says for how long."""

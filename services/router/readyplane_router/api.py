@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from readyplane.core.errors import InvalidField
+from readyplane.core.ration import Ration
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, pack_tokens
 from readyplane.core.worker import Fleet, Role, Worker
 from readyplane.kit.clock import Clock
@@ -123,6 +124,17 @@ class FlipBody(DrainBody):
     role: Role
 
 
+class RationBody(_Body):
+    """Who is refused, and for how long; a share of 1 ends it."""
+
+    model: str = Field(min_length=1)
+    priority: int = Field(description="less important requests are refused")
+    admit_share: float = Field(0.0, ge=0, le=1, description="of that priority's prompt tokens")
+    ttl_s: float = Field(60.0, gt=0, le=1_000)
+    reason: str = Field("by hand", max_length=500)
+    retry_after_s: float = Field(0.0, ge=0, le=86_400, description="0: when the order ends")
+
+
 def routes(service: RouterService, clock: Clock) -> APIRouter:
     """The routes of the router."""
     router = APIRouter(prefix="/v1", tags=["router"])
@@ -163,6 +175,12 @@ def routes(service: RouterService, clock: Clock) -> APIRouter:
     async def flip(worker_id: str, body: FlipBody) -> dict[str, Any]:
         worker = await service.flip(worker_id, **body.model_dump())
         return _worker(worker, clock.monotonic_s())
+
+    @router.post("/ration", summary="Refuse requests of low priority for a while")
+    async def ration(body: RationBody) -> dict[str, Any]:
+        wanted = body.model_dump(exclude={"model"})
+        found = await service.ration(body.model, Ration(**wanted))
+        return {"order": None if found is None else dataclasses.asdict(found)}
 
     @router.get("/signals", summary="Demand, latency and queues")
     async def signals(model: Model = "") -> dict[str, Any]:

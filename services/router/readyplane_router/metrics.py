@@ -227,7 +227,15 @@ class RouterCollector(Collector):
         factor = _gauge(
             "router_prefill_factor", "Measured over predicted prefill time", ("model", "profile")
         )
+        rationed = _gauge(
+            "router_ration_admit_share",
+            "While an order of admission is in force: share admitted of its own priority",
+            ("model", "priority"),
+        )
         for model, desk in service.desks.items():
+            order = desk.rationing.order(now_s=service.now_s())
+            if order is not None:
+                rationed.add_metric((model, str(order.priority)), order.admit_share)
             for name, family in totals.items():
                 family.add_metric((model,), getattr(desk.counters, name))
             for reason, count in desk.refusals.items():
@@ -251,6 +259,7 @@ class RouterCollector(Collector):
         yield from totals.values()
         yield from (refused, aborted, unended, queued, tokens, events, conflicts, expired, factor)
         yield growths
+        yield rationed
 
     def _windows(self, model: str, desk: Desk, windows: dict[str, GaugeMetricFamily]) -> None:
         now_s = self._service.now_s()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from readyplane.core.errors import InvalidField, Overloaded
-from readyplane.ports import PrioritySignals, Ration
+from readyplane.core.ration import PrioritySignals, Ration
 
 PRIORITIES_MAX = 16
 PRIORITY_MAX = 2**31 - 1

@@ -14,8 +14,8 @@ from dataclasses import replace
 import msgspec
 
 from readyplane.core.errors import Unavailable
+from readyplane.core.ration import Ration
 from readyplane.kit.clock import Clock
-from readyplane.ports import Ration
 from readyplane_router.desk import Desk
 from readyplane_router.link import Link
 from readyplane_router.ration_store import RationStore

@@ -22,6 +22,7 @@ from readyplane.core.errors import (
 )
 from readyplane.core.fencing import Fences
 from readyplane.core.profile import ClassProfile
+from readyplane.core.ration import Ration
 from readyplane.core.work import RequestEvent, RequestShape, reservation_id_of
 from readyplane.core.worker import CheckResult, Fleet, Lease, Role, Serving, Worker, WorkerOffer
 from readyplane.kit.clock import Clock
@@ -30,7 +31,6 @@ from readyplane.ports import (
     GroupStatus,
     Pair,
     RankReport,
-    Ration,
     Renewal,
     RenewalAnswer,
     RouterSignals,
