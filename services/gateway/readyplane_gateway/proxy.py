@@ -335,9 +335,14 @@ class Proxy:
             if await ahead.confirmed() is booking.pair:
                 call.ahead = None
                 raise
-        pair = await ahead.confirmed()
+        chosen, pair = booking.pair, None
+        try:
+            pair = await ahead.confirmed()
+        finally:
+            if handover is not None and handover.params and pair is not chosen:
+                self._later(self._abandon(chosen.prefill, params=handover.params))
         call.ahead = None
-        if handover is not None and pair is booking.pair:
+        if handover is not None and pair is chosen:
             return handover
         booking.pair = pair
         return await self._prefill(call, booking, bodies)
