@@ -18,6 +18,7 @@ from readyplane.kit.clock import Clock
 from readyplane.ports import Actuator, Instance, LatencyWindow, ModelSignals, Router, RouterSignals
 from readyplane_planner.signals import (
     Allocation,
+    ClientCount,
     GenerationEnds,
     Latency,
     PriorityWork,
@@ -208,6 +209,10 @@ def router_sample(signals: RouterSignals, model: str, *, taken_s: float) -> Rout
                 g.late_requests,
             )
             for g in part.generations
+        ),
+        clients=tuple(
+            ClientCount(c.client, c.life, c.arrivals_total, c.arrival_uncached_tokens_total)
+            for c in part.clients
         ),
         workers=tuple(w for w in signals.fleet.workers.values() if w.offer.model == model),
         degraded=signals.fleet.degraded,

@@ -22,7 +22,7 @@ from readyplane_planner.decide.demand import mean_lengths, mean_output
 from readyplane_planner.explain import candidate_lines, expectation_lines
 from readyplane_planner.journal import Inputs, decided, decision_document
 from readyplane_planner.policy import Policy, merged
-from readyplane_planner.signals import Signal, WorkerView
+from readyplane_planner.signals import Signal, WorkerView, clients
 from readyplane_planner.yaml_text import read_yaml
 
 KEYS = {
@@ -304,10 +304,13 @@ def _rps(inputs: Inputs, change: Change) -> Applied:
         memory,
         work_p=forecast.scaled(memory.work_p, k),
         work_d=forecast.scaled(memory.work_d, k),
+        apart_p=forecast.scaled_apart(memory.apart_p, k),
+        apart_d=forecast.scaled_apart(memory.apart_d, k),
         averages=replace(averages, **{n: getattr(averages, n) * k for n in names}),
     )
     after = change.of(0.0 if now is None else now)
-    return now, after, replace(inputs, observation=replace(seen, **signals), memory=memory)
+    seen = clients.scaled(replace(seen, **signals), arrivals=k, prefill_work=k)
+    return now, after, replace(inputs, observation=seen, memory=memory)
 
 
 def _isl(inputs: Inputs, change: Change) -> Applied:
@@ -338,11 +341,14 @@ def _uncached(inputs: Inputs, k: float) -> Inputs:
     lengths = replace(seen.lengths, uncached=seen.lengths.uncached * k)
     averages = replace(memory.averages, uncached=memory.averages.uncached * k)
     work = _times(seen.prefill_work, k)
-    return replace(
-        inputs,
-        observation=replace(seen, prefill_work=work, lengths=lengths),
-        memory=replace(memory, averages=averages, work_p=forecast.scaled(memory.work_p, k)),
+    seen = clients.scaled(replace(seen, prefill_work=work, lengths=lengths), prefill_work=k)
+    memory = replace(
+        memory,
+        averages=averages,
+        work_p=forecast.scaled(memory.work_p, k),
+        apart_p=forecast.scaled_apart(memory.apart_p, k),
     )
+    return replace(inputs, observation=seen, memory=memory)
 
 
 def _osl(inputs: Inputs, change: Change) -> Applied:
@@ -365,6 +371,7 @@ def _osl(inputs: Inputs, change: Change) -> Applied:
         memory,
         averages=replace(memory.averages, generated=memory.averages.generated * k),
         work_d=forecast.scaled(memory.work_d, k),
+        apart_d=forecast.scaled_apart(memory.apart_d, k),
     )
     return now, now * k, replace(inputs, observation=observation, memory=memory)
 

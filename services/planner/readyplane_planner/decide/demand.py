@@ -116,19 +116,19 @@ def needs(
     work_p = surged(work_p, series_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S)
     # Answers begin after their prompts and last: D has the time to see the longer span.
     work_d = surged(work_d, series_d, tokens=osl, cv2=0.0, spans_s=SURGE_SPANS_S[1:])
-    arriving = work_p.level * knobs.window_s / uncached
-    arriving_d = work_d.level * knobs.window_s / osl
+    each_p = uncached * (1.0 + cv2) / knobs.window_s
+    each_d = osl / knobs.window_s
     needs_now = Needs(
         work_p,
         work_d,
         model_p,
         model_d,
-        lasting(work_p, arriving=arriving, cv2=cv2, plan=plan),
-        lasting(work_d, arriving=arriving, cv2=0.0, plan=plan),
+        lasting(work_p, each=each_p, plan=plan),
+        lasting(work_d, each=each_d, plan=plan),
         uncached,
         osl,
-        spread_p=spread(series_p, work_p, plan, arriving=arriving, cv2=cv2),
-        spread_d=spread(series_d, work_d, plan, arriving=arriving_d, cv2=0.0),
+        spread_p=spread(series_p, work_p, plan, each=each_p),
+        spread_d=spread(series_d, work_d, plan, each=each_d),
         risk=risk.of(budget, plan.risk, arrivals=averages.requests / LENGTHS_TAU_S),
     )
     correct_p, correct_d = _corrected(observation, plan, memory, pools, model_p)
@@ -243,7 +243,7 @@ def surged(
 
 
 def spread(
-    series: Series, work: Forecast, plan: Plan, *, arriving: float, cv2: float
+    series: Series, work: Forecast, plan: Plan, *, each: float
 ) -> tuple[tuple[float, float], ...]:
     """(tokens/s, probability): the largest demand within the horizon, without what is chance.
 
@@ -252,26 +252,30 @@ def spread(
     """
     probabilities = [p for p, _ in NODES]
     found = forecast.quantiles(series, (work.horizon_s,), probabilities, knobs=plan.knobs)[0]
-    noise = math.sqrt((1.0 + cv2) / arriving) if arriving > 0 else 0.0
     weights: dict[float, float] = {}
     for (probability, weight), rate in zip(NODES, found, strict=True):
         chance = PEAK_MEAN + PEAK_SPREAD * _DEVIATIONS[probability]
-        lasts = max(work.level, rate / (1.0 + noise * max(0.0, chance)))
+        lasts = max(work.level, beneath(rate, max(0.0, chance), each))
         weights[lasts] = weights.get(lasts, 0.0) + weight
     return tuple(weights.items())
 
 
-def lasting(work: Forecast, *, arriving: float, cv2: float, plan: Plan) -> float:
+def beneath(rate: float, deviations: float, each: float) -> float:
+    """The steady rate that looks like `rate` when chance adds so many deviations.
+
+    A rate x varies by the root of `each` times x, where it would be and not where it is now.
+    """
+    half = deviations * math.sqrt(each) / 2.0
+    return (math.sqrt(half * half + max(0.0, rate)) - half) ** 2
+
+
+def lasting(work: Forecast, *, each: float, plan: Plan) -> float:
     """The bound without the noise of single arrivals, and never less than the expectation.
 
-    `arriving` requests of a window vary by their square root, and their lengths add to it. The
-    queueing model holds that noise already; what exceeds it is growth, which lasts.
+    The queueing model holds that noise already; what exceeds it is growth, which lasts.
     """
-    if arriving <= 0:
-        return work.upper
     chance = NormalDist().inv_cdf(plan.knobs.quantile)
-    noise = chance * math.sqrt((1.0 + cv2) / arriving)
-    return max(work.level, work.upper / (1.0 + noise))
+    return max(work.level, beneath(work.upper, max(0.0, chance), each))
 
 
 def mean_lengths(observation: Observation, averages: Averages) -> tuple[float, float]:

@@ -27,7 +27,15 @@ def rebased(memory: Memory, plan: Plan) -> Memory:
     if now == before:
         return memory
     if before.get("rates", now["rates"]) != now["rates"]:
-        memory = replace(memory, work_p=Series(), work_d=Series(), averages=Averages())
+        blank = Memory()
+        memory = replace(
+            memory,
+            work_p=Series(),
+            work_d=Series(),
+            apart_p=blank.apart_p,
+            apart_d=blank.apart_d,
+            averages=Averages(),
+        )
     if before.get("prefill", now["prefill"]) != now["prefill"]:
         guard = replace(memory.guard_p, wants=(), surplus_since_s=None, deficit_since_s=None)
         memory = replace(memory, correct_p=Correction(), guard_p=guard)

@@ -15,7 +15,7 @@ from readyplane_planner.capacity import Combine, Correction, Load
 from readyplane_planner.decide.drift import DriftMemory
 from readyplane_planner.decide.rations import Rationed, RationMemory
 from readyplane_planner.decide.rations import Rules as DegradationRules
-from readyplane_planner.forecast import Forecast, Knobs, Series
+from readyplane_planner.forecast import Apart, Forecast, Knobs, Series
 from readyplane_planner.guard import Counts, Limits, PoolMemory
 from readyplane_planner.optimise.values import Candidate
 from readyplane_planner.rollout import Generation, Rollout, Rules, Told
@@ -254,7 +254,8 @@ class Memory:
     """Everything that one decision hands to the next.
 
     Attributes:
-        work_p, work_d: forecast series. orders: open. draining: (worker id, since).
+        work_p, work_d: forecast series; apart_p, apart_d: the same with top clients apart.
+        orders: open. draining: (worker id, since).
         served: ids that were ready once, so that a lost lease is not taken for a start.
         suspects: (worker id, since): no lease or no progress although an allocation runs.
         denied: classes whose orders are refused. lives: (pool, seconds) that the workers given up
@@ -299,6 +300,8 @@ class Memory:
     lives: tuple[tuple[str, float], ...] = ()
     changing: tuple[Changing, ...] = ()
     ration: RationMemory = field(default_factory=RationMemory)
+    apart_p: Apart = field(default_factory=Apart)
+    apart_d: Apart = field(default_factory=Apart)
 
     def guard(self, pool: str) -> PoolMemory:
         """The guard's memory of a pool."""

@@ -2,9 +2,12 @@
 
 Pure: a `Series` a pool remembers what it needs, `update` takes in a rate, `predict` hands a
 `Forecast` to capacity, `remember` keeps it until its truth is known. Beside it: quantiles of several
-horizons, growth within a horizon, bursts, and the day's profile for hours ahead.
+horizons, growth within a horizon, bursts, and the day's profile for hours ahead. `Apart` does the same
+for the largest clients and the rest, and its sum is gone by while it forecasts better.
 """
 
+from readyplane_planner.forecast.apart import Apart, chosen, interrupted, remembered, seen
+from readyplane_planner.forecast.apart import scaled as scaled_apart
 from readyplane_planner.forecast.bounds import predict, quantiles
 from readyplane_planner.forecast.experts import trailing
 from readyplane_planner.forecast.rise import growth
@@ -32,6 +35,7 @@ __all__ = [
     "HORIZONS_S",
     "PENDING_MAX",
     "SCORES_MAX",
+    "Apart",
     "Bursts",
     "Forecast",
     "Knobs",
@@ -41,11 +45,16 @@ __all__ = [
     "ahead",
     "broken",
     "bursts",
+    "chosen",
     "growth",
+    "interrupted",
     "predict",
     "quantiles",
     "remember",
+    "remembered",
     "scaled",
+    "scaled_apart",
+    "seen",
     "trailing",
     "update",
 ]

@@ -132,7 +132,7 @@ def _judged(
     if count < SCORES_FEW:
         known = count / SCORES_FEW
         upper = known * upper + (1.0 - known) * max(upper, level + before * scale)
-    upper = max(min(upper, _most(series, level, before)), level, floor)
+    upper = max(min(upper, most(series, level, before)), level, floor)
     return Outlook(horizon_s, said, weights, level, scale, upper, (by_scores, by_peaks))
 
 
@@ -169,7 +169,7 @@ def _between(
         upper = max(level + before * scale, plain[0])
     else:
         stretch = math.sqrt(horizon_s / only.horizon_s)
-        upper = min(level + (only.upper - only.level) * stretch, _most(series, level, before))
+        upper = min(level + (only.upper - only.level) * stretch, most(series, level, before))
         # A longer horizon holds the shorter.
         upper = max(upper, only.upper) if only is low else min(upper, only.upper)
         upper = max(upper, level, plain[0])
@@ -186,7 +186,7 @@ def _level(
     return said, weights, level, max(level, series.ewma[-1])
 
 
-def _most(series: Series, level: float, before: float) -> float:
+def most(series: Series, level: float, before: float) -> float:
     """No bound is higher. Scores of quiet times, laid on a busy level, ask for several times of all
     that was ever seen: on/off traffic is bounded by its own peaks.
     """
@@ -218,3 +218,8 @@ def places(
         share = min(1.0, miss * share / target)
     place = min(count - 1, max(0, math.ceil((1.0 - share) * (count + 1)) - 1))
     return sorted(scores)[place], sorted(peaks)[place]
+
+
+def pinball(over: float, quantile: float) -> float:
+    """Loss of a bound by how far the truth was over it."""
+    return quantile * over if over > 0 else (quantile - 1.0) * over

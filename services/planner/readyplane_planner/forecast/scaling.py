@@ -36,6 +36,29 @@ def scaled(series: Series, factor: float) -> Series:
     )
 
 
+def added(series: Series, other: Series, sign: float) -> Series:
+    """With another's work put in, or taken out (`sign` -1): what is linear in work moves.
+
+    Forecasts that wait for their truth were of another series and are void; scores stay.
+    """
+    if not other.ewma or not series.ewma:
+        return series
+    totals = dict(other.recent)
+    recent = tuple(
+        (at_s, total + sign * (totals[at_s] - other.total))
+        for at_s, total in series.recent
+        if at_s in totals
+    )
+    return replace(
+        series,
+        recent=recent if len(recent) > 1 else series.recent[-1:],
+        ewma=tuple(max(0.0, a + sign * b) for a, b in zip(series.ewma, other.ewma, strict=True)),
+        holt_level=max(0.0, series.holt_level + sign * other.holt_level),
+        holt_trend=series.holt_trend + sign * other.holt_trend,
+        tracks=tuple(replace(t, pending=()) for t in series.tracks),
+    )
+
+
 def _track(track: Track, factor: float) -> Track:
     return replace(
         track,

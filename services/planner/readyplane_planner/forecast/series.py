@@ -90,6 +90,24 @@ def remember(series: Series, made: Forecast, *, now_s: float, knobs: Knobs) -> S
     return replace(series, tracks=kept, clamps=clamps)
 
 
+def judgeable(series: Series, *, now_s: float, knobs: Knobs) -> bool:
+    """Whether it knows enough for a forecast to be kept."""
+    return bool(series.ewma) and now_s - (series.begun_s or 0.0) >= knobs.window_s
+
+
+def kept(
+    series: Series, horizon_s: float, *, now_s: float, knobs: Knobs
+) -> tuple[Series, bounds.Outlook]:
+    """(the series with a forecast of that one horizon kept until its truth is known, it)."""
+    if not series.tracks:
+        series = replace(series, tracks=(Track(horizon_s),))
+    one = bounds.outlooks(series, (horizon_s,), knobs)[0]
+    tracks = tuple(
+        _kept(t, one, series.total, now_s) if t.horizon_s == horizon_s else t for t in series.tracks
+    )
+    return replace(series, tracks=tracks), one
+
+
 def broken(series: Series) -> Series:
     """After a gap in the signal: rates across it would be false, so waiting forecasts are void."""
     if not series.recent and not any(t.pending for t in series.tracks):
@@ -178,12 +196,15 @@ def _scored(
         return replace(track, losses=losses, pending=left)
     quantile, target = knobs.quantile, 1.0 - knobs.quantile
     missed = item.peak > item.upper * (1.0 + 1e-9)
-    pinball = _pinball(item.peak - item.upper, quantile) / scale
+    pinball = bounds.pinball(item.peak - item.upper, quantile) / scale
     miss = target if track.miss is None else track.miss
     miss += knobs.aci_step * (target - (1.0 if missed else 0.0))
     first, second = (
         MIX_MEMORY * old
-        + (1.0 - MIX_MEMORY) * MIX_SCALE * _pinball(item.peak - b, quantile) / max(scale, item.peak)
+        + (1.0 - MIX_MEMORY)
+        * MIX_SCALE
+        * bounds.pinball(item.peak - b, quantile)
+        / max(scale, item.peak)
         for old, b in zip(track.mixed, item.mixed, strict=True)
     )
     miss = min(bounds.MISS_MAX * target, max(0.02 * target, miss))
@@ -205,10 +226,6 @@ def _scored(
         pinball=0.98 * track.pinball + 0.02 * pinball if track.judged else pinball,
         growth=sketch.add(track.growth, grown, now_s=now_s, tau_s=GROWTH_TAU_S),
     )
-
-
-def _pinball(over: float, quantile: float) -> float:
-    return quantile * over if over > 0 else (quantile - 1.0) * over
 
 
 def _short(value: float) -> float:

@@ -10,6 +10,8 @@ from readyplane_planner.signals.samples import check
 from readyplane_planner.signals.values import (
     SHRINK_NEEDS,
     Allocation,
+    ClientCount,
+    ClientWork,
     GenerationEnds,
     Kind,
     Latency,
@@ -27,6 +29,8 @@ from readyplane_planner.signals.values import (
 __all__ = [
     "SHRINK_NEEDS",
     "Allocation",
+    "ClientCount",
+    "ClientWork",
     "GenerationEnds",
     "Kind",
     "Latency",

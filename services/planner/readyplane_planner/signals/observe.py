@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from readyplane.core.startup import StartQuantiles
 from readyplane.core.worker import Role
-from readyplane_planner.signals import fleet, laid, samples
+from readyplane_planner.signals import clients, fleet, laid, samples
 from readyplane_planner.signals.outside import EngineSample, Outside
 from readyplane_planner.signals.values import (
     Allocation,
@@ -60,6 +60,9 @@ def observe(
         value = rates.get(name)
         return _signal(kind, value, unit, age_s, why)
 
+    def one_of(value: float | None, unit: str) -> Signal:
+        return _signal(kind, value, unit, age_s, why)
+
     gauge_kind = kind if kind in (Kind.MISSING, Kind.STALE) else Kind.FRESH
     gauges = {name: samples.gauge(current, name, bad) for name in samples.GAUGES}
 
@@ -99,6 +102,9 @@ def observe(
     lengths = laid.lengths(read, lengths)
     bad.extend(f"{e.worker_id}: {name}" for e in _engines(current) for name in e.bad)
     latency = {} if current is None else samples.latencies(current, bad)
+    # Clients are parts of what the router counts, and of no other source's rates.
+    own = not ({"arrivals", "prefill_work"} & read.keys())
+    by_client = clients.rates(previous, current, dt_s, one_of, bad) if own else ()
     signals = laid.over(told, read, lengths)
     rated = kind is Kind.FRESH or all(
         name in read and read[name].known for name in ("arrivals", "prefill_work")
@@ -125,6 +131,7 @@ def observe(
         dt_s=dt_s if rated else 0.0,
         extra={name: signal for name, signal in read.items() if name not in laid.OWN},
         silent=tuple(f"{s.source}: {s.why}" for s in outside.silent),
+        clients=by_client,
     )
 
 

@@ -92,6 +92,25 @@ class PriorityWork:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientCount:
+    """Counters of one client since its counting began, of which `life` tells one from the next."""
+
+    name: str
+    life: int
+    arrivals: float | None
+    prefill_work: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientWork:
+    """What one client brings. arrivals: requests/s. prefill_work: uncached prompt tokens/s."""
+
+    name: str
+    arrivals: Signal
+    prefill_work: Signal
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSample:
     """One answer of the router, stamped on receipt with the planner's own clock (B155).
 
@@ -105,6 +124,7 @@ class RouterSample:
         engines: what engines told beside the router (by worker and incarnation).
         by_targets: no router answered: the fleet is that of the engines that were read, and there
             are no counters.
+        clients: the largest of labelled traffic, the largest first.
         priorities: arrivals. ration: the order of admission that the router follows; for people.
     """
 
@@ -121,6 +141,7 @@ class RouterSample:
     degraded: str = ""
     engines: tuple[EngineSample, ...] = ()
     by_targets: bool = False
+    clients: tuple[ClientCount, ...] = ()
     priorities: tuple[PriorityWork, ...] = ()
     ration: Mapping[str, Any] | None = None
 
@@ -262,6 +283,7 @@ class Observation:
             holds a pool as any other does (B05). silent: sources that did not answer, and why.
         dt_s: seconds that the rates cover, 0 when there is no rate.
         priorities: what came in them by priority; empty where that is not known.
+        clients: what the largest clients bring of it, where requests are labelled; none is needed.
     """
 
     model: str
@@ -294,6 +316,7 @@ class Observation:
     extra: Mapping[str, Signal] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
     priorities: tuple[PriorityWork, ...] = ()
+    clients: tuple[ClientWork, ...] = ()
 
     def signals(self) -> dict[str, Signal]:
         """By name, for the record, the metrics and a person."""
