@@ -82,6 +82,8 @@ def seats(draw: st.DrawFn) -> list[Seat]:
             kv_tokens=draw(st.sampled_from([0.0, 500.0, 2_000.0, 20_000.0])),
             kv_blocks=draw(rarely(5_000, 9_985, else_=0)),
             transfers=draw(st.integers(0, 3)),
+            sending=draw(st.integers(0, 3)),
+            decode_factor=draw(rarely(1.6, else_=1.0)),
             other_sequences=draw(st.integers(0, 2)),
             other_blocks=draw(st.sampled_from([0, 0, 200])),
             other_work_s=draw(st.sampled_from([0.0, 0.1])),
@@ -93,7 +95,7 @@ def seats(draw: st.DrawFn) -> list[Seat]:
         decodes = role.serves(Role.DECODE)
         one.decoding = min(one.sequences, draw(st.integers(0, 6))) if decodes else 0
         if role.serves(Role.PREFILL):
-            promise(one, *draw(st.lists(st.floats(0.01, 0.3), max_size=2)))
+            promise(one, *draw(st.lists(st.sampled_from([0.01, 0.1, 0.3]), max_size=2)))
         made.append(one)
     return made
 
@@ -101,12 +103,17 @@ def seats(draw: st.DrawFn) -> list[Seat]:
 @st.composite
 def asks(draw: st.DrawFn, of: list[Seat]) -> Ask:
     isl = draw(st.integers(1, 400))
+    held = {s.key: draw(st.sampled_from([0, isl, isl, draw(st.integers(0, isl))])) for s in of}
+    cut = draw(rarely({of[-1].key: frozenset({of[0].key, of[1].key})}, else_={}))
     return ask(
         isl,
         output_tokens=draw(st.sampled_from([1.0, 5.0, 50.0, 300.0])),
         max_tokens=draw(st.sampled_from([None, 50, 200])),
-        cached_tokens={s.key: draw(st.integers(0, isl)) for s in of if draw(st.booleans())},
+        cached_tokens={key: tokens for key, tokens in held.items() if tokens},
         waited_s=draw(st.sampled_from([0.0, 0.5, 3.0])),
+        held_s=draw(st.sampled_from([0.0, 0.5])),
+        behind=draw(st.sampled_from([0.0, 2.5])),
+        cut=cut,
         avoid=frozenset(draw(rarely({of[0].worker_id}, else_=set()))),
     )
 
@@ -122,6 +129,12 @@ def fits(what: Ask, p: Seat, d: Seat, now_s: float) -> bool:
             return False
     if p is not d and (p.kv != d.kv or p.kv.connector == "none"):
         return False
+    if p is not d and p.key in what.cut.get(d.key, ()):
+        return False
+    if p is d and not p.role.serves(Role.PREFILL):  # it needs nobody, and what is left is no prompt
+        held = what.cached_tokens.get(d.key, 0)
+        whole = (what.isl - 1) // d.block_size * d.block_size
+        return 0 < whole <= held and takes(what, d, SLOW_LINKS)
     if p.remaining_s(now_s) > SLOW_LINKS.prefill_ahead_s:
         return False
     if what.isl > p.free_blocks() * p.block_size:
@@ -137,10 +150,11 @@ def test_the_choice_is_the_cheapest_of_all_pairs(data: st.DataObject) -> None:
     now_s = data.draw(st.floats(0, 0.3))
     prefills = [s for s in of if s.role.serves(Role.PREFILL)]
     decodes = [s for s in of if s.role.serves(Role.DECODE)]
+    couples = [(p, d) for p in prefills for d in decodes]
+    couples += [(d, d) for d in decodes if d not in prefills]
     costs = {
         (p.worker_id, d.worker_id): pair_terms(what, p, d, SLOW_LINKS, now_s=now_s).cost_s
-        for p in prefills
-        for d in decodes
+        for p, d in couples
         if fits(what, p, d, now_s)
     }
     verdict = decide(what, prefills, decodes, SLOW_LINKS, now_s=now_s)
@@ -152,7 +166,7 @@ def test_the_choice_is_the_cheapest_of_all_pairs(data: st.DataObject) -> None:
         assert math.isfinite(verdict.terms.ttft_s) and verdict.terms.ttft_s > 0
         assert verdict.local is (pair[0] == pair[1])
     elif isinstance(verdict, Wait) and verdict.regime == "locality":
-        assert costs and what.waited_s < SLOW_LINKS.locality_patience_s
+        assert costs and what.held_s < SLOW_LINKS.locality_patience_s
     else:
         assert not costs
 
@@ -161,7 +175,7 @@ def test_the_choice_is_the_cheapest_of_all_pairs(data: st.DataObject) -> None:
 @given(st.data())
 def test_the_explanation_names_the_same_winner(data: st.DataObject) -> None:
     of = data.draw(seats())
-    what = replace(data.draw(asks(of)), waited_s=9.0)  # past any patience
+    what = replace(data.draw(asks(of)), held_s=9.0)  # past any patience
     prefills = [s for s in of if s.role.serves(Role.PREFILL)]
     decodes = [s for s in of if s.role.serves(Role.DECODE)]
     told = explain(what, prefills, decodes, SLOW_LINKS, now_s=0.0)
@@ -267,7 +281,7 @@ def test_kv_that_d_holds_need_not_be_moved() -> None:
     p = seat("p", node="n0")
     has, has_not = seat("has", Role.DECODE), seat("hasnot", Role.DECODE)
     has.sequences = 1
-    what = ask(320, cached_tokens={has.key: 320})
+    what = ask(320, cached_tokens={has.key: 288})
     assert chosen(decide(what, [p], [has, has_not], policy, now_s=0.0)) == ("p", "has")
 
 
@@ -385,7 +399,7 @@ def test_locality_holds_a_request_no_longer_than_patience() -> None:
     verdict = decide(what, [warm, cold], [d], POLICY, now_s=0.0)
     assert isinstance(verdict, Wait) and verdict.regime == "locality"
     assert verdict.again_in_s == pytest.approx(0.2)
-    late = replace(what, waited_s=0.5)
+    late = replace(what, held_s=0.5)
     assert chosen(decide(late, [warm, cold], [d], POLICY, now_s=0.0)) == ("cold", "d")
 
 

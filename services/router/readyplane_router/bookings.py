@@ -243,6 +243,7 @@ class Bookings:
         if not held.local:
             p.sequences -= 1
             held.decode.transfers += held.reading
+            p.sending += held.reading
 
     def _read_over(self, held: Held) -> None:
         if not held.reading:
@@ -251,6 +252,7 @@ class Bookings:
         if not held.local:
             held.prefill.kv_blocks -= held.prefill_blocks
             held.prefill.assigned -= 1
+            held.prefill.sending -= 1
             held.decode.transfers -= 1
 
     def _emitted(self, held: Held, tokens: int, owed: Owed) -> None:

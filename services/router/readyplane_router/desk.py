@@ -23,6 +23,7 @@ from readyplane_router.ends import Ends
 from readyplane_router.pair import Ask, Chosen, Shed, Wait, decide
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.rationing import Rationing
+from readyplane_router.seats import ALL_SIDES
 from readyplane_router.signals import (
     Correction,
     Counters,
@@ -31,7 +32,6 @@ from readyplane_router.signals import (
     Outcomes,
     Window,
 )
-from readyplane_router.store import ALL_SIDES
 from readyplane_router.triage import Job, too_late
 
 RETRY_AFTER_MAX_S = 30.0
@@ -48,6 +48,7 @@ class Waiting:
     Attributes:
         rank: orders the queue: priority, then whether it can be in time, deadline, arrival.
         work_s: of its prefill where most of it is cached; None before that was looked up.
+        held_since_s: when it could first have gone and was held for a better worker instead.
     """
 
     reservation_id: str
@@ -63,6 +64,7 @@ class Waiting:
     looked_up: tuple[float, dict[str, int]] | None = None
     answer: asyncio.Future[Pair] | None = None
     work_s: float | None = None
+    held_since_s: float | None = None
     queued: bool = False
     refused: bool = False
 
@@ -96,6 +98,7 @@ class Desk(Bookings):
         self.stepped_back = 0
         self._triage_s = -math.inf
         self._arrivals = 0
+        self._wished: dict[str, float] = {}  # by seat key: work of those held for that worker
         self._looked_at: tuple[tuple[str, str], ...] = ()  # the fleet that left somebody waiting
 
     # ------------------------------------------------------------------------ queue
@@ -159,7 +162,10 @@ class Desk(Bookings):
         """
         again_s: float | None = None
         stuck: list[Waiting] = []
-        self._triage(now_s)
+        self._wished.clear()
+        alone = len(self.queue) == 1
+        if not alone:  # most are placed as they come: whoever is alone steps back if it stays
+            self._triage(now_s)
         full_s = self._full_for_s(now_s)
         while len(stuck) <= self.policy.look_past_max and len(self.queue) > len(stuck):
             entry = self.queue[len(stuck)]  # those before it are stuck
@@ -171,6 +177,9 @@ class Desk(Bookings):
                     full_s = self._full_for_s(now_s)
                     continue
                 wait_s, regime = verdict.again_in_s, verdict.regime
+                if verdict.wished:
+                    before_s = self._wished.get(verdict.wished, 0.0)
+                    self._wished[verdict.wished] = before_s + verdict.work_s
             stuck.append(entry)
             if wait_s is not None:
                 again_s = wait_s if again_s is None else min(again_s, wait_s)
@@ -178,6 +187,8 @@ class Desk(Bookings):
             if long or regime == "empty":
                 break
         self._looked_at = self._fleet() if stuck else ()
+        if alone and stuck:
+            self._triage(now_s)
         return again_s
 
     def _triage(self, now_s: float) -> None:
@@ -273,7 +284,9 @@ class Desk(Bookings):
             self.withdraw(entry)
             self.refused(verdict.kind, entry)
             self._fail(entry, self.error(verdict, entry.shape))
-        elif _kind(verdict.regime) != entry.regime:
+        elif verdict.regime == "locality" and entry.held_since_s is None:
+            entry.held_since_s = now_s
+        if isinstance(verdict, Wait) and _kind(verdict.regime) != entry.regime:
             # An empty pool and a saturated one have budgets of their own (field report B90). Who
             # is looked at for the first time has waited since it came, behind others.
             since_s = now_s if entry.regime else entry.regime_since_s
@@ -303,8 +316,18 @@ class Desk(Bookings):
             cached_tokens=self.cached(entry, now_s=now_s),
             waited_s=now_s - entry.arrived_s,
             regime_s=now_s - entry.regime_since_s,
+            held_s=0.0 if entry.held_since_s is None else now_s - entry.held_since_s,
+            wished=self._wished,
+            behind=self._behind(entry),
             avoid=entry.avoid,
         )
+
+    def _behind(self, entry: Waiting) -> float:
+        """Others that wait, by prefill worker that serves them."""
+        others = len(self.queue) - entry.queued
+        if not others:
+            return 0.0
+        return others / max(1, sum([not (s.shut or s.lent) for s in self.prefills]))
 
     def cached(self, entry: Waiting, *, now_s: float) -> dict[str, int]:
         """Prompt tokens that each seat holds, by seat key; looked up once at one time."""

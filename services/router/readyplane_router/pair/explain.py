@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from readyplane.core.identity import compatible
-from readyplane_router.pair import takes
 from readyplane_router.pair.cost import pair_terms
+from readyplane_router.pair.ends import holding_ends, takes
 from readyplane_router.pair.seat import Seat
 from readyplane_router.pair.values import NO_CONNECTOR, Ask, PairPolicy, Terms
 
@@ -30,12 +30,18 @@ def explain(
     excluded: dict[str, str] = {}
     p_fit = _explain_stage(ask, prefills, policy, excluded, stage="prefill", now_s=now_s)
     d_fit = _explain_stage(ask, decodes, policy, excluded, stage="decode", now_s=now_s)
+    alone = holding_ends(ask, d_fit, policy, now_s)
+    pairs += [
+        (pair_terms(ask, d, d, policy, now_s=now_s).cost_s, d, d) for d in d_fit if d.key in alone
+    ]
     for p in p_fit:
         for d in d_fit:
             differing = [] if p is d else compatible(p.kv, d.kv)
             if differing:
                 words = "; ".join(map(str, differing))
                 excluded[f"{p.worker_id}+{d.worker_id}"] = f"KV formats differ: {words}"
+            elif p is not d and p.key in ask.cut.get(d.key, ()):
+                excluded[f"{p.worker_id}+{d.worker_id}"] = "circuit of their link open"
             elif p is not d and p.kv.connector in NO_CONNECTOR:
                 excluded[f"{p.worker_id}+{d.worker_id}"] = "no KV connector"
             else:
@@ -52,6 +58,7 @@ def explain(
                 "prefill": p.worker_id,
                 "decode": d.worker_id,
                 "local": p is d,
+                "skips_prefill": d.key in alone and p is d,
                 "prefill_cached_tokens": ask.cached_tokens.get(p.key, 0),
                 "decode_cached_tokens": ask.cached_tokens.get(d.key, 0),
                 "terms": {f.name: round(getattr(terms, f.name), 6) for f in fields(Terms)},

@@ -78,9 +78,10 @@ class Seat:
             old).
         works: promised prefill work in seconds by reservation, oldest first, not yet done.
         head_since_s: when the oldest of `works` can have begun.
-        prefill_factor: measured over predicted prefill time.
+        prefill_factor, decode_factor: measured over predicted time of a prefill, of an iteration.
         sequences, kv_tokens, kv_blocks: promised by this router (both stages).
-        decoding: sequences for which it is the decode end. transfers: KV on its way here.
+        decoding: sequences for which it is the decode end. transfers, sending: KV on its way here,
+            and from here.
         other_*: promised by other routers. foreign_*: what the engine reports beyond promises.
         assigned: requests that still need it, a prefill end until its KV has been read.
         lent: a decode worker that also takes prompts; lent_until_s: what it took must be made up for
@@ -108,12 +109,14 @@ class Seat:
     work_s: float = 0.0
     head_since_s: float = 0.0
     prefill_factor: float = 1.0
+    decode_factor: float = 1.0
     prefill_tokens: int = 0
     sequences: int = 0
     decoding: int = 0
     kv_tokens: float = 0.0
     kv_blocks: int = 0
     transfers: int = 0
+    sending: int = 0
     assigned: int = 0
     other_work_s: float = 0.0
     other_sequences: int = 0

@@ -1,0 +1,150 @@
+"""The cheapest of all pairs, exactly, without looking at each.
+
+For one D the best P is the best of its KV format that sends as much as it does, or the best of those
+on D's own node; so P + D ends are looked at, not P x D. How much a P sends matters because its link
+is shared, too; few figures occur. A D that some P cannot reach is looked at with every P.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from readyplane.core.worker import Role
+from readyplane_router.pair.cost import urgency_of
+from readyplane_router.pair.ends import DecodeEnd, PrefillEnd
+from readyplane_router.pair.seat import Seat
+from readyplane_router.pair.values import NO_CONNECTOR, Ask, PairPolicy
+
+TIE_S = 2e-5  # costs are compared to 10 µs: what is dearer by more than this cannot win
+
+Pair = tuple[float, int, int, Seat, Seat]
+"""(cost, last used of P, last used of D, P, D)."""
+
+
+def cheapest(
+    ask: Ask,
+    prefills: Sequence[PrefillEnd],
+    decodes: Sequence[DecodeEnd],
+    policy: PairPolicy,
+    *,
+    alone: Mapping[str, PrefillEnd],
+    below: float = math.inf,
+) -> Pair | None:
+    """Exact argmin over all compatible pairs, ties to the least recently used.
+
+    Args:
+        alone: by seat key, decode workers that may serve it without another.
+        below: only pairs that cost less need to be found.
+    """
+    overall, itself = _grouped(prefills)
+    if alone:
+        itself = {**alone, **itself}
+    least = min([end[0] for end in (*prefills, *itself.values())], default=math.inf)
+    nodes = {end[2].node for end in prefills}
+    near: dict[tuple[str, str], Sequence[PrefillEnd]] = {}
+    urgency, cut = urgency_of(ask, policy), ask.cut
+    local, network = policy.local_link, policy.network_link
+    best: Pair | None = None
+    bound = below + TIE_S
+    for cost, used, seat, moved in decodes:
+        if least + cost > bound:
+            continue
+        group = seat.kv_key
+        if cut and seat.key in cut:
+            ends = _unless_cut(prefills, group, cut[seat.key])
+        else:
+            ends = overall.get(group, ())
+            if seat.node in nodes and seat.kv.connector not in NO_CONNECTOR:
+                place = (seat.node, group)
+                if place not in near:
+                    near[place] = _best_at(prefills, *place)
+                ends = (*near[place], *ends)
+        ways = [
+            (
+                end,
+                urgency
+                * (local if end[2].node == seat.node else network).transfer_s(
+                    moved, sharers=max(end[2].sending, seat.transfers) + 1
+                ),
+            )
+            for end in ends
+            if end[0] + cost <= bound and end[2] is not seat
+        ]
+        if itself and seat.key in itself:
+            ways.append((itself[seat.key], 0.0))
+        for end, way_s in ways:
+            whole = end[0] + way_s + cost
+            if whole > bound:
+                continue
+            pair = (round(whole, 5), end[1], used, end[2], seat)
+            if best is None or pair[:3] < best[:3]:
+                best = pair
+                bound = min(bound, best[0] + TIE_S)
+    return best
+
+
+def _unless_cut(
+    prefills: Sequence[PrefillEnd], group: str, cut: frozenset[str]
+) -> Sequence[PrefillEnd]:
+    return [
+        end
+        for end in prefills
+        if end[2].kv_key == group
+        and end[2].kv.connector not in NO_CONNECTOR
+        and end[2].key not in cut
+    ]
+
+
+def _grouped(
+    prefills: Sequence[PrefillEnd],
+) -> tuple[dict[str, Sequence[PrefillEnd]], dict[str, PrefillEnd]]:
+    """The best prefill ends of each KV format with a connector, and those that may be local."""
+    formats: dict[str, dict[int, PrefillEnd]] = {}
+    itself: dict[str, PrefillEnd] = {}
+    group, linked = "", False
+    bests: dict[int, PrefillEnd] = {}
+    for end in prefills:
+        seat = end[2]
+        if seat.role is Role.BOTH:
+            itself[seat.key] = end
+        if seat.kv_key != group:
+            group = seat.kv_key
+            linked = seat.kv.connector not in NO_CONNECTOR
+            if linked:
+                bests = formats.setdefault(group, {})
+        if linked:
+            best = bests.get(seat.sending)
+            if best is None or (end[0] <= best[0] + TIE_S and _before(end, best)):
+                bests[seat.sending] = end
+    return {name: _useful(found) for name, found in formats.items()}, itself
+
+
+def _best_at(prefills: Sequence[PrefillEnd], node: str, group: str) -> Sequence[PrefillEnd]:
+    """The best prefill ends of a KV format on a node."""
+    bests: dict[int, PrefillEnd] = {}
+    for end in prefills:
+        seat = end[2]
+        if seat.node == node and seat.kv_key == group:
+            best = bests.get(seat.sending)
+            if best is None or _before(end, best):
+                bests[seat.sending] = end
+    return _useful(bests)
+
+
+def _useful(bests: Mapping[int, PrefillEnd]) -> Sequence[PrefillEnd]:
+    """Those that send more are of use only where they are cheaper."""
+    out: list[PrefillEnd] = []
+    least = math.inf
+    for sending in sorted(bests):
+        if bests[sending][0] < least + TIE_S:
+            out.append(bests[sending])
+            least = min(least, bests[sending][0])
+    return out
+
+
+def _before(one: PrefillEnd, other: PrefillEnd) -> bool:
+    """Cheaper, or as cheap (to 10 µs) and used less recently."""
+    if abs(one[0] - other[0]) <= 1e-5:
+        return one[1] < other[1]
+    return one[0] < other[0]
