@@ -55,6 +55,7 @@ class SimGateway:
     Args:
         tells_pace: how fast each stream really goes is told, as a gateway does; costs events, and
             matters only where some engines are slower than their class.
+        links: where they are not all of the class `link`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class SimGateway:
         clock: Clock,
         block_size: int = BLOCK_SIZE,
         tells_pace: bool = False,
+        links: SharedLinks | None = None,
     ) -> None:
         self.records: list[Record] = []
         self.open = 0
@@ -80,7 +82,7 @@ class SimGateway:
         self._clock = clock
         self._block_size = block_size
         self._tells_pace = tells_pace
-        self._links = SharedLinks(link, clock)
+        self._links = links or SharedLinks(link, clock)
 
     async def serve(self, request: WorkloadRequest) -> None:
         """Serve one request; it ends in exactly one record, whatever happens."""

@@ -2,6 +2,7 @@
 
 Owns how fast each transfer goes. Every worker has one link of the class's bandwidth, and those
 under way at it share it equally; a transfer goes as fast as the fuller of its two ends lets it.
+Where machines have a link of their own class inside them, what stays within a machine goes over that.
 Whoever joins or leaves changes the speed of the others from that moment on, so that no link ever
 carries more than its bandwidth.
 """
@@ -9,6 +10,7 @@ carries more than its bandwidth.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from readyplane.core.profile import LinkClass
@@ -22,6 +24,7 @@ class _Transfer:
     ends: tuple[str, str]
     left: float
     done: asyncio.Future[None]
+    link: LinkClass
     since_s: float = 0.0
     bytes_per_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
@@ -29,19 +32,28 @@ class _Transfer:
 
 @dataclass(slots=True)
 class SharedLinks:
-    """The links of a fleet, all of one class."""
+    """The links of a fleet.
+
+    Attributes:
+        link: of every worker. near: within a machine, if it is another; node_of: a worker's machine.
+    """
 
     link: LinkClass
     clock: Clock
+    near: LinkClass | None = None
+    node_of: Callable[[str], str] = str
     _open: dict[str, dict[_Transfer, None]] = field(default_factory=dict)
 
     async def move(self, ends: tuple[str, str], size_bytes: float) -> None:
         """Return when `size_bytes` have gone from one worker to the other."""
-        await self.clock.sleep(self.link.setup_s)
+        link = self.link
+        if self.near is not None and self.node_of(ends[0]) == self.node_of(ends[1]):
+            link, ends = self.near, (f"{ends[0]} near", f"{ends[1]} near")
+        await self.clock.sleep(link.setup_s)
         if size_bytes <= 0:
             return
         future = asyncio.get_running_loop().create_future()
-        transfer = _Transfer(ends, size_bytes, future, self.clock.monotonic_s())
+        transfer = _Transfer(ends, size_bytes, future, link, self.clock.monotonic_s())
         for end in ends:
             self._open.setdefault(end, {})[transfer] = None
         self._share(ends)
@@ -62,7 +74,7 @@ class SharedLinks:
         for end in ends:
             for transfer in self._open.get(end, ()):
                 fullest = max(len(self._open[e]) for e in transfer.ends)
-                bytes_per_s = self.link.bandwidth_bytes_per_s / fullest
+                bytes_per_s = transfer.link.bandwidth_bytes_per_s / fullest
                 if bytes_per_s == transfer.bytes_per_s:
                     continue
                 transfer.left -= transfer.bytes_per_s * (now_s - transfer.since_s)
