@@ -208,6 +208,17 @@ class Bookings:
                 seat.shut = "circuit half_open, probe under way"
         return held
 
+    def decodes_already(self, held: Held, emitted: int, *, now_s: float) -> None:
+        """What was booked came from another worker with so many output tokens: nothing of it is
+        prefilled, and its prompt is what it was.
+        """
+        self._prefill_over(held, now_s)
+        self._read_over(held)
+        held.first_token_seen, held.first_token_s = True, now_s
+        held.isl, held.emitted = held.isl - emitted, emitted
+        if held.max_tokens is not None:
+            held.max_tokens += emitted
+
     def drop(self, reservation_id: str, *, now_s: float) -> Held | None:
         """Book everything back that is still booked; None when nothing is."""
         held = self.held.pop(reservation_id, None)

@@ -44,16 +44,15 @@ from readyplane_router.answers import (
     learn,
     model_signals,
     pair_from,
-    waiting_error,
 )
 from readyplane_router.bookings import Held, Owed
 from readyplane_router.desk import Desk, Waiting
+from readyplane_router.dry import dry_run_of, explain_booked
 from readyplane_router.epochs import Epochs
 from readyplane_router.ledger import Ledger
 from readyplane_router.link import Link
 from readyplane_router.membership import Membership
-from readyplane_router.pair import Chosen, Shed
-from readyplane_router.pair.explain import explain as explained
+from readyplane_router.moving import Moving
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.rations import Rations
 from readyplane_router.roster import Roster
@@ -106,6 +105,7 @@ class RouterService:
         self.link = Link(clock, self.policy, self.roster.bump)
         self.roster.standing = self.link.standing
         self._ledger = Ledger(store, self.link, clock, self.policy, self.desks)
+        self.moving = Moving(self._ledger, clock, self.policy, self.desks, self._pump)
         self._rations = Rations(store, self.link, clock, self.desks)
         self.members = Membership(
             store=store,
@@ -305,7 +305,8 @@ class RouterService:
             avoid=frozenset(avoid),
         )
         if dry_run:
-            return self._dry_run(desk, entry, explain=explain)
+            now_s = self._clock.monotonic_s()
+            return dry_run_of(desk, entry, self.policy.pair, explain=explain, now_s=now_s)
         why = self._count_arrival(desk, entry, replaces)
         if why and not replaces:  # what has been admitted once is served
             desk.refused("rationed", entry)
@@ -320,6 +321,14 @@ class RouterService:
         if entry.answer is not None and not entry.answer.done():
             entry.answer.set_result(pair)
         return pair
+
+    async def move(
+        self, shape: RequestShape, *, reservation_id: str, worker_id: str, emitted: int
+    ) -> Pair:
+        self.link.check_not_cut_off()
+        return await self.moving.move(
+            shape, reservation_id=reservation_id, worker_id=worker_id, emitted=emitted
+        )
 
     async def complete(self, events: Sequence[RequestEvent]) -> int:
         check_events(events)
@@ -381,7 +390,7 @@ class RouterService:
             self._pump(desk.model, entry.arrived_s if first else None)
             first = False
             held = await self._granted(desk, entry)
-            explanation = self._explain(desk, entry, held) if explain else None
+            explanation = self._explained(desk, entry, held) if explain else None
             pair = held.pair = self._pair(held, explanation)
             if chosen is not None and not attempt:
                 chosen(pair)
@@ -418,6 +427,11 @@ class RouterService:
                 if not entry.granted.done():
                     desk.judge(entry, now_s=self._clock.monotonic_s())
         return entry.granted.result()
+
+    def _explained(self, desk: Desk, entry: Waiting, held: Held) -> dict[str, Any]:
+        return explain_booked(
+            desk, entry, held, self.policy.pair, now_s=self._clock.monotonic_s()
+        )
 
     def _pair(self, held: Held, explanation: Mapping[str, Any] | None) -> Pair:
         p, d = held.prefill, held.decode
@@ -479,56 +493,6 @@ class RouterService:
         if entry.answer is None:
             entry.answer = asyncio.get_running_loop().create_future()
         return await asyncio.shield(entry.answer)
-
-    def _dry_run(self, desk: Desk, entry: Waiting, *, explain: bool) -> Pair:
-        now_s = self._clock.monotonic_s()
-        verdict = desk.verdict(entry, now_s=now_s)
-        told: dict[str, Any] = {}
-        if explain:
-            told = explained(
-                desk.ask(entry, now_s=now_s),
-                desk.prefills,
-                desk.decodes,
-                self.policy.pair,
-                now_s=now_s,
-            )
-        if isinstance(verdict, Chosen):
-            return Pair(
-                reservation_id="",
-                prefill=end_of(verdict.prefill, verdict.prefill_cached),
-                decode=end_of(verdict.decode, verdict.decode_cached),
-                local=verdict.local,
-                predicted_ttft_s=verdict.terms.ttft_s,
-                predicted_tpot_s=verdict.terms.tpot_s,
-                waited_s=0.0,
-                ttl_s=0.0,
-                explanation=told or None,
-            )
-        if isinstance(verdict, Shed):
-            raise desk.error(verdict, entry.shape)
-        why = f"{verdict.reason} (it would wait)"
-        if told.get("excluded"):
-            why += "; " + "; ".join(f"{k}: {v}" for k, v in list(told["excluded"].items())[:8])
-        raise waiting_error(verdict, why, desk)
-
-    def _explain(self, desk: Desk, entry: Waiting, held: Held) -> dict[str, Any]:
-        """As it was judged: the booking is taken back for the moment of looking."""
-        now_s = self._clock.monotonic_s()
-        told = explained(
-            desk.ask(entry, now_s=now_s),
-            desk.prefills,
-            desk.decodes,
-            self.policy.pair,
-            now_s=now_s,
-        )
-        told["chosen"] = {
-            "prefill": held.prefill.worker_id,
-            "decode": held.decode.worker_id,
-            "local": held.local,
-            "terms": {name: round(getattr(held.terms, name), 6) for name in held.terms.__slots__},
-        }
-        told["note"] = "pairs are shown with this request already booked; `chosen` is as judged"
-        return told
 
     # --------------------------------------------------------------------- desks
 
