@@ -1,0 +1,120 @@
+"""Another decode worker for a request that decodes already: its KV comes from where it decodes now.
+
+Owns one use-case of the service. The brain is asked as ever, but with the whole of what was read and
+written so far counted as held by every worker whose KV format fits: nothing is left to prefill, and
+what remains is who decodes. Nobody waits for it: the request goes on where it is until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from readyplane.core.errors import InvalidField, NotFound, Overloaded
+from readyplane.core.work import RequestShape, reservation_id_of
+from readyplane.kit.clock import Clock
+from readyplane.ports import Pair
+from readyplane_router.answers import check_shape, end_of, ends_of, learn, pair_from
+from readyplane_router.bookings import Held, Owed
+from readyplane_router.desk import Desk, Waiting
+from readyplane_router.ledger import Ledger
+from readyplane_router.pair import Chosen, decide
+from readyplane_router.policy import RouterPolicy
+from readyplane_router.seats import ALL_SIDES
+
+TAKE_TRIES_MAX = 4
+
+
+class Moving:
+    """Moves of one router."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        clock: Clock,
+        policy: RouterPolicy,
+        desks: Mapping[str, Desk],
+        pump: Callable[[str], None],
+    ) -> None:
+        """Nothing moved yet."""
+        self._ledger, self._clock, self._policy = ledger, clock, policy
+        self._desks, self._pump = desks, pump
+        self.moved = self.refused = 0
+
+    async def move(
+        self, shape: RequestShape, *, reservation_id: str, worker_id: str, emitted: int
+    ) -> Pair:
+        """Reserve another decode worker and give the old reservation back.
+
+        Args:
+            shape: as it was routed. reservation_id: what it has. worker_id: where its KV is.
+            emitted: output tokens so far.
+
+        Raises:
+            NotFound: that worker is not known. Overloaded: no other worker has room now, or fits.
+        """
+        check_shape(shape)
+        if emitted < 1:
+            raise InvalidField("emitted", emitted, "move a request that decodes already")
+        desk = self._desks.get(shape.model)
+        source = desk and next((s for s in desk.seats.values() if s.worker_id == worker_id), None)
+        if desk is None or source is None:
+            raise NotFound("worker", worker_id, "list the workers")
+        fits = {s.key for s in desk.decodes if s is not source and s.kv_key == source.kv_key}
+        new_id = reservation_id_of(shape.request_id, reservation_id)
+        left = None if shape.max_tokens is None else max(1, shape.max_tokens - emitted)
+        whole = replace(
+            shape, isl=shape.isl + emitted, token_ids=b"", block_hashes=(), max_tokens=left
+        )
+        for _ in range(TAKE_TRIES_MAX):
+            held = self._booked(desk, new_id, whole, fits, emitted)
+            pair = held.pair = self._pair(held)
+            taken = await self._ledger.take(desk, held)
+            if not taken.refused:
+                self.moved += 1
+                desk.drop(reservation_id, now_s=self._clock.monotonic_s())
+                await self._ledger.tell(desk.model, Owed([(reservation_id, ALL_SIDES)]))
+                self._pump(desk.model)
+                return pair_from(taken.payload) if taken.repeated else pair
+            desk.drop(new_id, now_s=self._clock.monotonic_s())
+            for seat, used in zip(ends_of(held), taken.used, strict=False):
+                learn(seat, used)
+        self.refused += 1
+        raise Overloaded("other routers were first, time and again", desk.retry_after_s())
+
+    def _booked(
+        self, desk: Desk, new_id: str, whole: RequestShape, fits: set[str], emitted: int
+    ) -> Held:
+        now_s = self._clock.monotonic_s()
+        granted: asyncio.Future[Held] = asyncio.get_running_loop().create_future()
+        entry = Waiting(
+            new_id,
+            whole,
+            whole.slo or self._policy.pair.slo,
+            (0, False, 0.0, 0),
+            now_s,
+            now_s,
+            granted,
+        )
+        ask = replace(desk.ask(entry, now_s=now_s), cached_tokens=dict.fromkeys(fits, whole.isl))
+        able = [seat for seat in desk.decodes if seat.key in fits]
+        verdict = decide(ask, (), able, self._policy.pair, now_s=now_s)
+        if not isinstance(verdict, Chosen):
+            self.refused += 1
+            raise Overloaded(f"nobody can go on with it: {verdict.reason}", desk.retry_after_s())
+        held = desk.book(new_id, whole, verdict, hashes=(), waited_s=0.0, now_s=now_s)
+        desk.decodes_already(held, emitted, now_s=now_s)
+        return held
+
+    def _pair(self, held: Held) -> Pair:
+        return Pair(
+            reservation_id=held.reservation_id,
+            prefill=end_of(held.prefill, held.prefill_cached),
+            decode=end_of(held.decode, held.decode_cached),
+            local=held.local,
+            predicted_ttft_s=held.terms.ttft_s,
+            predicted_tpot_s=held.terms.tpot_s,
+            waited_s=0.0,
+            ttl_s=self._policy.reservation_ttl_s,
+        )
