@@ -489,6 +489,26 @@ class Router(Protocol):
         ...
 
 
+class Mover(Protocol):
+    """The part of a router that moves requests under way from a worker that is to leave."""
+
+    async def move(
+        self, shape: RequestShape, *, reservation_id: str, worker_id: str, emitted: int
+    ) -> Pair:
+        """Another decode worker; both ends of the pair are that one.
+
+        The old reservation is given back once the new one stands, so that there always is one.
+
+        Args:
+            shape: as it was routed; a prompt's length is enough. worker_id: where its KV is.
+            emitted: output tokens so far.
+
+        Raises:
+            NotFound: that worker is not known. Overloaded: no other worker has room now, or fits.
+        """
+        ...
+
+
 # --------------------------------------------------------------------------- planner
 
 

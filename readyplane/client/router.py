@@ -373,6 +373,21 @@ class RouterClient(ServiceClient):
             raise
         return [wire.route_result_from_proto(result) for result in response.results]
 
+    async def move(
+        self, shape: RequestShape, *, reservation_id: str, worker_id: str, emitted: int
+    ) -> Pair:
+        """Reserve another decode worker for a request that decodes, and give the old one back."""
+        response: pb.MoveResponse = await self.call(
+            "Move",
+            lambda: pb.MoveRequest(
+                request=wire.request_shape_to_proto(shape),
+                reservation_id=reservation_id,
+                worker_id=worker_id,
+                emitted_tokens=emitted,
+            ),
+        )
+        return wire.pair_from_proto(response.pair)
+
     def _gives_back(self, reservation_ids: Sequence[str]) -> None:
         task = asyncio.ensure_future(self._give_back(reservation_ids))
         self._giving_back.add(task)

@@ -170,6 +170,7 @@ class Serving:
         kv_side_channel: `host:port` of the KV connector, empty if none.
         tier: where the weights came from. mode: how it was started.
         flips: the engine can serve the other stage without a new start.
+        moves: it hands a sequence that decodes over to another engine (docs/drain.md).
     """
 
     engine_url: str
@@ -184,6 +185,7 @@ class Serving:
     tier: WeightTier = WeightTier.UNKNOWN
     mode: StartMode = StartMode.JIT
     flips: bool = False
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

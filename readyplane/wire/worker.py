@@ -273,6 +273,7 @@ def serving_to_proto(serving: Serving) -> pb.Serving:
         tier=serving.tier,
         mode=serving.mode,
         flips=serving.flips,
+        moves=serving.moves,
     )
 
 
@@ -291,6 +292,7 @@ def serving_from_proto(message: pb.Serving) -> Serving:
         tier=enum_of(WeightTier, message.tier, "serving.tier", WeightTier.UNKNOWN),
         mode=enum_of(StartMode, message.mode, "serving.mode", StartMode.JIT),
         flips=message.flips,
+        moves=message.moves,
     )
 
 

@@ -153,6 +153,15 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             async for answer in answers:
                 yield answer
 
+    async def Move(self, request: pb.MoveRequest, context: Context) -> pb.MoveResponse:
+        pair = await self._service.move(
+            wire.request_shape_from_proto(request.request),
+            reservation_id=request.reservation_id,
+            worker_id=request.worker_id,
+            emitted=request.emitted_tokens,
+        )
+        return pb.MoveResponse(pair=wire.pair_to_proto(pair))
+
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         events = [wire.request_event_from_proto(event) for event in request.events]
         return pb.CompleteResponse(unknown=await self._service.complete(events))

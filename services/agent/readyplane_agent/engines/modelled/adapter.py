@@ -239,6 +239,7 @@ class ModelledEngine:
             max_num_seqs=int(facts["max_num_seqs"]),
             kv_side_channel=f"{spec.host}:{facts['side_channel_port']}",
             mode=spec.mode,
+            moves=True,
             flips=True,  # one process does what it is asked, whichever stage it registered for
         )
 
