@@ -749,6 +749,55 @@ class RouteRequest(google.protobuf.message.Message):
 Global___RouteRequest: typing_extensions.TypeAlias = RouteRequest
 
 @typing.final
+class MoveRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    RESERVATION_ID_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    EMITTED_TOKENS_FIELD_NUMBER: builtins.int
+    reservation_id: builtins.str
+    """What it has now, and the worker where its KV is."""
+    worker_id: builtins.str
+    emitted_tokens: builtins.int
+    """Output tokens so far."""
+    @property
+    def request(self) -> Global___RouteRequest:
+        """As it was routed; a prompt's length is enough."""
+
+    def __init__(
+        self,
+        *,
+        request: Global___RouteRequest | None = ...,
+        reservation_id: builtins.str = ...,
+        worker_id: builtins.str = ...,
+        emitted_tokens: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["emitted_tokens", b"emitted_tokens", "request", b"request", "reservation_id", b"reservation_id", "worker_id", b"worker_id"]) -> None: ...
+
+Global___MoveRequest: typing_extensions.TypeAlias = MoveRequest
+
+@typing.final
+class MoveResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAIR_FIELD_NUMBER: builtins.int
+    @property
+    def pair(self) -> Global___RouteResponse:
+        """Both ends are the worker that goes on with it."""
+
+    def __init__(
+        self,
+        *,
+        pair: Global___RouteResponse | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["pair", b"pair"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["pair", b"pair"]) -> None: ...
+
+Global___MoveResponse: typing_extensions.TypeAlias = MoveResponse
+
+@typing.final
 class End(google.protobuf.message.Message):
     """One end of a pair."""
 

@@ -110,6 +110,11 @@ class RouterStub(object):
                 request_serializer=readyplane_dot_v1_dot_router__pb2.CompleteRequest.SerializeToString,
                 response_deserializer=readyplane_dot_v1_dot_router__pb2.CompleteResponse.FromString,
                 _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/readyplane.v1.Router/Move',
+                request_serializer=readyplane_dot_v1_dot_router__pb2.MoveRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_router__pb2.MoveResponse.FromString,
+                _registered_method=True)
         self.GetSignals = channel.unary_unary(
                 '/readyplane.v1.Router/GetSignals',
                 request_serializer=readyplane_dot_v1_dot_router__pb2.GetSignalsRequest.SerializeToString,
@@ -248,6 +253,15 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Move(self, request, context):
+        """Another decode worker for a request that decodes already, its KV coming from where it is now.
+        Reserves it and gives the old reservation back, in this order; never waits. The same call finds
+        the same reservation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSignals(self, request, context):
         """Demand, latency and queues since the router began, as counters, and gauges now. A read.
         """
@@ -332,6 +346,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Complete,
                     request_deserializer=readyplane_dot_v1_dot_router__pb2.CompleteRequest.FromString,
                     response_serializer=readyplane_dot_v1_dot_router__pb2.CompleteResponse.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=readyplane_dot_v1_dot_router__pb2.MoveRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_router__pb2.MoveResponse.SerializeToString,
             ),
             'GetSignals': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSignals,
@@ -745,6 +764,33 @@ class Router(object):
             '/readyplane.v1.Router/Complete',
             readyplane_dot_v1_dot_router__pb2.CompleteRequest.SerializeToString,
             readyplane_dot_v1_dot_router__pb2.CompleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Router/Move',
+            readyplane_dot_v1_dot_router__pb2.MoveRequest.SerializeToString,
+            readyplane_dot_v1_dot_router__pb2.MoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -265,6 +265,22 @@ _RouterCompleteType = typing_extensions.TypeVar(
     ],
 )
 
+_RouterMoveType = typing_extensions.TypeVar(
+    '_RouterMoveType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.MoveRequest,
+        readyplane.v1.router_pb2.MoveResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.MoveRequest,
+        readyplane.v1.router_pb2.MoveResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.MoveRequest,
+        readyplane.v1.router_pb2.MoveResponse,
+    ],
+)
+
 _RouterGetSignalsType = typing_extensions.TypeVar(
     '_RouterGetSignalsType',
     grpc.UnaryUnaryMultiCallable[
@@ -281,7 +297,7 @@ _RouterGetSignalsType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _RouterReportRankType, _RouterAdmitType, _RouterLeaveType, _RouterDrainType, _RouterActivateType, _RouterFlipType, _RouterRationType, _RouterListWorkersType, _RouterWatchType, _RouterRouteType, _RouterRouteBatchType, _RouterRouteStreamType, _RouterCompleteType, _RouterGetSignalsType]):
+class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _RouterReportRankType, _RouterAdmitType, _RouterLeaveType, _RouterDrainType, _RouterActivateType, _RouterFlipType, _RouterRationType, _RouterListWorkersType, _RouterWatchType, _RouterRouteType, _RouterRouteBatchType, _RouterRouteStreamType, _RouterCompleteType, _RouterMoveType, _RouterGetSignalsType]):
     """Admits workers through the ready gate and picks a pair for each request."""
 
     @typing.overload
@@ -345,6 +361,10 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.CompleteRequest,
             readyplane.v1.router_pb2.CompleteResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.router_pb2.MoveRequest,
+            readyplane.v1.router_pb2.MoveResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.GetSignalsRequest,
@@ -413,6 +433,10 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
         grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.CompleteRequest,
             readyplane.v1.router_pb2.CompleteResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.router_pb2.MoveRequest,
+            readyplane.v1.router_pb2.MoveResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.router_pb2.GetSignalsRequest,
@@ -499,6 +523,12 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
     Idempotent for FINISHED and ABORTED.
     """
 
+    Move: _RouterMoveType
+    """Another decode worker for a request that decodes already, its KV coming from where it is now.
+    Reserves it and gives the old reservation back, in this order; never waits. The same call finds
+    the same reservation.
+    """
+
     GetSignals: _RouterGetSignalsType
     """Demand, latency and queues since the router began, as counters, and gauges now. A read."""
 
@@ -562,6 +592,10 @@ RouterAsyncStub: typing_extensions.TypeAlias = RouterStub[
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.router_pb2.CompleteRequest,
         readyplane.v1.router_pb2.CompleteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.router_pb2.MoveRequest,
+        readyplane.v1.router_pb2.MoveResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.router_pb2.GetSignalsRequest,
@@ -724,6 +758,17 @@ class RouterServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[readyplane.v1.router_pb2.CompleteResponse, collections.abc.Awaitable[readyplane.v1.router_pb2.CompleteResponse]]:
         """Facts about reserved requests, batched. Unknown reservations are counted and ignored.
         Idempotent for FINISHED and ABORTED.
+        """
+
+    @abc.abstractmethod
+    def Move(
+        self,
+        request: readyplane.v1.router_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.router_pb2.MoveResponse, collections.abc.Awaitable[readyplane.v1.router_pb2.MoveResponse]]:
+        """Another decode worker for a request that decodes already, its KV coming from where it is now.
+        Reserves it and gives the old reservation back, in this order; never waits. The same call finds
+        the same reservation.
         """
 
     @abc.abstractmethod

@@ -393,6 +393,7 @@ class Serving(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     MODE_FIELD_NUMBER: builtins.int
     FLIPS_FIELD_NUMBER: builtins.int
+    MOVES_FIELD_NUMBER: builtins.int
     engine_url: builtins.str
     kv_total_blocks: builtins.int
     block_size: builtins.int
@@ -405,6 +406,8 @@ class Serving(google.protobuf.message.Message):
     mode: builtins.str
     flips: builtins.bool
     """The engine can serve the other stage without a new start."""
+    moves: builtins.bool
+    """The engine hands a sequence that decodes over to another, with all that it needs to go on."""
     @property
     def kv(self) -> Global___KvFormat: ...
     def __init__(
@@ -422,9 +425,10 @@ class Serving(google.protobuf.message.Message):
         tier: builtins.str = ...,
         mode: builtins.str = ...,
         flips: builtins.bool = ...,
+        moves: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv", b"kv"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "engine_url", b"engine_url", "flips", b"flips", "kv", b"kv", "kv_side_channel", b"kv_side_channel", "kv_total_blocks", b"kv_total_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "mode", b"mode", "profile", b"profile", "tier", b"tier", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "engine_url", b"engine_url", "flips", b"flips", "kv", b"kv", "kv_side_channel", b"kv_side_channel", "kv_total_blocks", b"kv_total_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "mode", b"mode", "moves", b"moves", "profile", b"profile", "tier", b"tier", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
 
 Global___Serving: typing_extensions.TypeAlias = Serving
 

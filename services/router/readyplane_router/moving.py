@@ -58,8 +58,10 @@ class Moving:
         if emitted < 1:
             raise InvalidField("emitted", emitted, "move a request that decodes already")
         desk = self._desks.get(shape.model)
-        source = desk and next((s for s in desk.seats.values() if s.worker_id == worker_id), None)
-        if desk is None or source is None:
+        if desk is None:
+            raise NotFound("model", shape.model, "list the models")
+        source = next((s for s in desk.seats.values() if s.worker_id == worker_id), None)
+        if source is None:
             raise NotFound("worker", worker_id, "list the workers")
         fits = {s.key for s in desk.decodes if s is not source and s.kv_key == source.kv_key}
         new_id = reservation_id_of(shape.request_id, reservation_id)
