@@ -171,6 +171,9 @@ class Directive:
     role: Role | None = None
 
 
+GPU, CPU, DISK = "gpu", "cpu", "disk"
+
+
 @dataclass(frozen=True, slots=True)
 class KvEvent:
     """Blocks gained (`stored`), lost (`removed`), or all lost (`cleared`).
@@ -178,13 +181,13 @@ class KvEvent:
     Attributes:
         parent_hash: the block before the first one stored; None when it is not known, or there is
             none.
-        tier: where the blocks lie, as in `readyplane.core.tiers`; a clearing is of all of them.
+        tier: where the blocks lie: GPU, CPU or DISK; a clearing is of all of them.
     """
 
     kind: str
     block_hashes: tuple[int, ...] = ()
     parent_hash: int | None = None
-    tier: str = "gpu"
+    tier: str = GPU
 
 
 @dataclass(frozen=True, slots=True)

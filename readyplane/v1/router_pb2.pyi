@@ -65,8 +65,14 @@ class KvEvent(google.protobuf.message.Message):
 
     KIND_FIELD_NUMBER: builtins.int
     BLOCK_HASHES_FIELD_NUMBER: builtins.int
+    PARENT_HASH_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
     kind: builtins.str
     """stored, removed or cleared."""
+    parent_hash: builtins.int
+    """Of stored blocks: the one before the first. Absent when there is none, or it is not known."""
+    tier: builtins.str
+    """Where the blocks lie: gpu (also when empty), cpu or disk. A clearing is of all of them."""
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sequence hashes (readyplane.core.work.sequence_hashes)."""
@@ -76,8 +82,12 @@ class KvEvent(google.protobuf.message.Message):
         *,
         kind: builtins.str = ...,
         block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        parent_hash: builtins.int | None = ...,
+        tier: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes", "kind", b"kind"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_parent_hash", b"_parent_hash", "parent_hash", b"parent_hash"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_parent_hash", b"_parent_hash", "block_hashes", b"block_hashes", "kind", b"kind", "parent_hash", b"parent_hash", "tier", b"tier"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_parent_hash", b"_parent_hash"]) -> typing.Literal["parent_hash"] | None: ...
 
 Global___KvEvent: typing_extensions.TypeAlias = KvEvent
 

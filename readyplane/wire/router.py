@@ -9,6 +9,7 @@ from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane.core.ration import PrioritySignals, Ration
 from readyplane.core.work import ISL_EDGES, OSL_EDGES, EventKind, RequestEvent, RequestShape, Slo
 from readyplane.ports import (
+    GPU,
     ClientSignals,
     Directive,
     End,
@@ -49,12 +50,18 @@ from readyplane.wire.worker import (
 
 def kv_event_to_proto(event: KvEvent) -> pb.KvEvent:
     """KV event as message."""
-    return pb.KvEvent(kind=event.kind, block_hashes=event.block_hashes)
+    return pb.KvEvent(
+        kind=event.kind,
+        block_hashes=event.block_hashes,
+        parent_hash=event.parent_hash,
+        tier="" if event.tier == GPU else event.tier,
+    )
 
 
 def kv_event_from_proto(message: pb.KvEvent) -> KvEvent:
     """Message as KV event."""
-    return KvEvent(message.kind, tuple(message.block_hashes))
+    parent = message.parent_hash if message.HasField("parent_hash") else None
+    return KvEvent(message.kind, tuple(message.block_hashes), parent, message.tier or GPU)
 
 
 def kv_event_batch_to_proto(batch: KvEventBatch) -> pb.KvEventBatch:

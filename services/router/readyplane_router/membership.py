@@ -195,10 +195,9 @@ class Membership(Telling):
         index = self._desk(member.offer.model).index
         index.add(member.key, blocks_max=KV_BLOCKS_MAX)  # events come before the gate, too
         for batch in batches:
-            events = [(event.kind, event.block_hashes) for event in batch.events]
-            index.apply(member.key, batch.sequence, events, now_s=now_s)
+            index.apply(member.key, batch.sequence, batch.events, now_s=now_s)
             if self._link.routers > 1:
-                self._sharing.heard(member, batch.sequence, events)
+                self._sharing.heard(member, batch)
 
     # ------------------------------------------------------------------------ group and gate
 

@@ -6,10 +6,13 @@ the others read the log, and take a snapshot where they missed something.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from readyplane.ports import KvEvent, KvEventBatch
 from readyplane_router.members import Member
 from readyplane_router.pair import seat_key
 from readyplane_router.prefix import PrefixIndex
@@ -17,29 +20,61 @@ from readyplane_router.store import KvEntry, Store
 
 PENDING_BATCHES_MAX = 10_000
 SNAPSHOT_EVERY_ROUNDS = 10
-Events = Sequence[tuple[str, Sequence[int]]]
+FORM = 2
+"""Of what is packed. Another form is not read: whoever meets it takes a snapshot, or waits for one."""
+
+Packed = tuple[str, bytes, int | None, str]  # kind, hashes, parent, tier
 
 _encode = msgspec.msgpack.Encoder().encode
-_batch = msgspec.msgpack.Decoder(tuple[int, list[tuple[str, list[int]]]])
-_snapshot = msgspec.msgpack.Decoder(tuple[int, list[int]])
+_batch = msgspec.msgpack.Decoder(tuple[int, int, list[Packed]])
+_snapshot = msgspec.msgpack.Decoder(tuple[int, int, list[tuple[str, bytes]]])
 
 
-def pack_batch(sequence: int, events: Iterable[tuple[str, Sequence[int]]]) -> bytes:
-    """One batch as bytes."""
-    return _encode((sequence, [(kind, list(hashes)) for kind, hashes in events]))
+def pack_batch(batch: KvEventBatch) -> bytes:
+    """One batch as bytes, 8 for each block."""
+    events = [(e.kind, _pack(e.block_hashes), e.parent_hash, e.tier) for e in batch.events]
+    return _encode((FORM, batch.sequence, events))
 
 
-def unpack_batch(data: bytes) -> tuple[int, list[tuple[str, list[int]]]] | None:
-    """Bytes as (sequence, events); None when they are no batch."""
+def unpack_batch(data: bytes) -> KvEventBatch | None:
+    """Bytes as a batch; None when they are none."""
     try:
-        return _batch.decode(data)
-    except msgspec.DecodeError:
+        form, sequence, events = _batch.decode(data)
+        if form != FORM:
+            return None
+        return KvEventBatch(sequence, tuple(KvEvent(k, _unpack(h), p, t) for k, h, p, t in events))
+    except (msgspec.DecodeError, ValueError):
         return None
 
 
-def pack_snapshot(sequence: int, blocks: Sequence[int]) -> bytes:
-    """All blocks of one incarnation as bytes."""
-    return _encode((sequence, blocks))
+def pack_snapshot(sequence: int, chains: Iterable[tuple[str, tuple[int, ...]]]) -> bytes:
+    """All blocks of one incarnation as bytes, by tier."""
+    return _encode((FORM, sequence, [(tier, _pack(blocks)) for tier, blocks in chains]))
+
+
+def unpack_snapshot(data: bytes) -> tuple[int, list[tuple[str, tuple[int, ...]]]] | None:
+    """Bytes as (sequence, chains by tier); None when they are none."""
+    try:
+        form, sequence, chains = _snapshot.decode(data)
+        if form != FORM:
+            return None
+        return sequence, [(tier, _unpack(blocks)) for tier, blocks in chains]
+    except (msgspec.DecodeError, ValueError):
+        return None
+
+
+def _pack(hashes: Sequence[int]) -> bytes:
+    packed = array("Q", hashes)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _unpack(data: bytes) -> tuple[int, ...]:
+    packed = array("Q", data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return tuple(packed)
 
 
 def apply_entry(index: PrefixIndex, entry: KvEntry, *, now_s: float) -> bool:
@@ -49,7 +84,7 @@ def apply_entry(index: PrefixIndex, entry: KvEntry, *, now_s: float) -> bool:
         index.counts.malformed += 1
         return False
     key = seat_key(entry.worker_id, entry.incarnation)
-    return index.apply(key, found[0], found[1], now_s=now_s)
+    return index.apply(key, found.sequence, found.events, now_s=now_s, replayed=True)
 
 
 class KvSharing:
@@ -62,10 +97,10 @@ class KvSharing:
         self._positions: dict[str, str] = {}
         self._rounds = 0
 
-    def heard(self, member: Member, sequence: int, events: Events) -> None:
+    def heard(self, member: Member, batch: KvEventBatch) -> None:
         """Keep a batch of an own worker for the others; bounded, a loss is repaired by snapshots."""
         if len(self._pending) < PENDING_BATCHES_MAX:
-            offer, packed = member.offer, pack_batch(sequence, events)
+            offer, packed = member.offer, pack_batch(batch)
             entry = KvEntry("", self._own, offer.worker_id, offer.incarnation, packed)
             self._pending.append((offer.model, entry))
 
@@ -132,12 +167,11 @@ async def catch_up(store: Store, member: Member, index: PrefixIndex, *, now_s: f
     data = await store.snapshot(offer.model, offer.worker_id, offer.incarnation)
     if not data:
         return
-    try:
-        sequence, blocks = _snapshot.decode(data)
-    except msgspec.DecodeError:
+    found = unpack_snapshot(data)
+    if found is None:
         index.counts.malformed += 1
         return
-    index.restore(member.key, sequence, blocks)
+    index.restore(member.key, *found)
     for entry in await store.read_kv(offer.model, ""):
         if entry.worker_id == offer.worker_id and entry.incarnation == offer.incarnation:
             apply_entry(index, entry, now_s=now_s)
