@@ -14,7 +14,8 @@ from statistics import NormalDist
 from readyplane.core.profile import ClassProfile
 from readyplane_planner import capacity, forecast, guard
 from readyplane_planner.capacity import Correction, DecodeModel, PrefillModel
-from readyplane_planner.decide import risk
+from readyplane_planner.decide import clients, risk
+from readyplane_planner.decide.clients import Asked
 from readyplane_planner.decide.pools import Pool
 from readyplane_planner.decide.values import Averages, Memory, Plan
 from readyplane_planner.forecast import Forecast, Series
@@ -91,6 +92,14 @@ def needs(
     horizon_d = t_ready["decode"].p90_s + plan.tick_s
     work_p = forecast.predict(series_p, horizon_s=horizon_p, knobs=knobs)
     work_d = forecast.predict(series_d, horizon_s=horizon_d, knobs=knobs)
+    of_p, of_d = clients.asked(
+        observation,
+        plan,
+        memory,
+        ((series_p, observation.prefill_work, work_p), (series_d, decode, work_d)),
+        osl,
+        now_s=now_s,
+    )
     series_p = forecast.remember(series_p, work_p, now_s=now_s, knobs=knobs)
     series_d = forecast.remember(series_d, work_d, now_s=now_s, knobs=knobs)
     isl, uncached = mean_lengths(observation, averages)
@@ -113,9 +122,9 @@ def needs(
     model_d = _holding(model_d, plan.decode.profile, pools[1])
     uneven = risk.uneven(memory.uneven, observation, series_p, uncached * (1.0 + cv2))
     model_p = replace(model_p, dispersion=risk.dispersion(uneven))
-    work_p = surged(work_p, series_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S)
+    work_p = surged(of_p.made, series_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S)
     # Answers begin after their prompts and last: D has the time to see the longer span.
-    work_d = surged(work_d, series_d, tokens=osl, cv2=0.0, spans_s=SURGE_SPANS_S[1:])
+    work_d = surged(of_d.made, series_d, tokens=osl, cv2=0.0, spans_s=SURGE_SPANS_S[1:])
     each_p = uncached * (1.0 + cv2) / knobs.window_s
     each_d = osl / knobs.window_s
     needs_now = Needs(
@@ -127,8 +136,8 @@ def needs(
         lasting(work_d, each=each_d, plan=plan),
         uncached,
         osl,
-        spread_p=spread(series_p, work_p, plan, each=each_p),
-        spread_d=spread(series_d, work_d, plan, each=each_d),
+        spread_p=spread(series_p, work_p, of_p, plan, each=each_p),
+        spread_d=spread(series_d, work_d, of_d, plan, each=each_d),
         risk=risk.of(budget, plan.risk, arrivals=averages.requests / LENGTHS_TAU_S),
     )
     correct_p, correct_d = _corrected(observation, plan, memory, pools, model_p)
@@ -136,6 +145,8 @@ def needs(
         memory,
         work_p=series_p,
         work_d=series_d,
+        apart_p=of_p.apart,
+        apart_d=of_d.apart,
         averages=averages,
         budget=budget,
         uneven=uneven,
@@ -243,7 +254,7 @@ def surged(
 
 
 def spread(
-    series: Series, work: Forecast, plan: Plan, *, each: float
+    series: Series, work: Forecast, of: Asked, plan: Plan, *, each: float
 ) -> tuple[tuple[float, float], ...]:
     """(tokens/s, probability): the largest demand within the horizon, without what is chance.
 
@@ -255,7 +266,7 @@ def spread(
     weights: dict[float, float] = {}
     for (probability, weight), rate in zip(NODES, found, strict=True):
         chance = PEAK_MEAN + PEAK_SPREAD * _DEVIATIONS[probability]
-        lasts = max(work.level, beneath(rate, max(0.0, chance), each))
+        lasts = max(work.level, beneath(of.moved(rate), max(0.0, chance), each))
         weights[lasts] = weights.get(lasts, 0.0) + weight
     return tuple(weights.items())
 
