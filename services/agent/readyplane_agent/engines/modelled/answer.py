@@ -14,6 +14,7 @@ from math import exp
 import xxhash
 
 from readyplane.core.work import pack_tokens
+from readyplane_agent.engines.modelled.answer_state import Choices, Draws
 
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = 0, 1, 2
 TOKEN_OFFSET = 3
@@ -61,16 +62,28 @@ class Answer:
         weights: fingerprint of the decoding engine. prompt: packed tokens as the KV has them.
         kv: digest of the KV decoded from, None when this engine computed it itself. KV made by
             other weights or for other tokens leads to another answer, as it would on a GPU.
+        draws: sampled with these, not greedy. choices: it is one of these texts.
     """
 
-    __slots__ = ("_hash", "_taint")
+    __slots__ = ("_choices", "_draws", "_hash", "_taint")
 
-    def __init__(self, weights: int, prompt: bytes, *, kv: int | None = None) -> None:
+    def __init__(
+        self,
+        weights: int,
+        prompt: bytes,
+        *,
+        kv: int | None = None,
+        draws: Draws | None = None,
+        choices: Choices | None = None,
+    ) -> None:
+        self._draws, self._choices = draws, choices
         self._hash = xxhash.xxh3_64(prompt, seed=weights)
         self._taint = 0 if kv is None else self._hash.intdigest() ^ kv
 
     def take(self, count: int) -> list[int]:
-        """The next `count` tokens, printable letters and spaces."""
+        """The next `count` tokens, printable letters and spaces; fewer where the choices end."""
+        if self._draws is not None or self._choices is not None:
+            return self._take_stateful(count)
         digest, update, taint = self._hash.intdigest, self._hash.update, self._taint
         out: list[int] = []
         for _ in range(count):
@@ -78,6 +91,23 @@ class Answer:
             letter = (mixed ^ (mixed >> 32)) & _MASK
             update(_PACKED[letter])
             out.append(_ALPHABET[letter])
+        return out
+
+    def _take_stateful(self, count: int) -> list[int]:
+        out: list[int] = []
+        for _ in range(count):
+            mixed = self._hash.intdigest() ^ self._taint
+            mixed ^= mixed >> 32
+            if self._draws is not None:
+                mixed ^= self._draws.next()
+            allowed = _ALPHABET if self._choices is None else self._choices.allowed()
+            if not allowed:
+                break
+            token = allowed[mixed % len(allowed)]
+            if self._choices is not None:
+                self._choices.step(token)
+            self._hash.update(token.to_bytes(4, "little"))
+            out.append(token)
         return out
 
 

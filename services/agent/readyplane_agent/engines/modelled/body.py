@@ -30,7 +30,7 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "functions": lambda v: not v,
     "function_call": lambda v: v in (None, "none"),
     "response_format": lambda v: v is None or (isinstance(v, dict) and v.get("type") == "text"),
-    "structured_outputs": lambda v: not v,
+    "structured_outputs": lambda v: not v or set(v) == {"choice"},
     "guided_json": lambda v: v is None,
     "guided_regex": lambda v: v is None,
     "guided_choice": lambda v: v is None,
@@ -56,6 +56,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.0, 1e9),
 }
 STOPS_MAX = 16
+CHOICES_MAX = 64
 
 
 class BadBody(Exception):
@@ -79,6 +80,20 @@ def error_document(message: str, kind: str, param: str | None, code: int) -> dic
 
 
 @dataclass(frozen=True, slots=True)
+class Continues:
+    """Where another engine stopped: `output` tokens it had given, and the state behind the next.
+
+    Attributes:
+        response_id: of the answer as its client knows it. draws, choices: see `answer_state`.
+    """
+
+    output: tuple[int, ...]
+    response_id: str
+    draws: int | None
+    choices: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """One request, checked.
 
@@ -86,6 +101,8 @@ class Ask:
         chat: by /v1/chat/completions. prompt: token ids. max_tokens: None when not given.
         modelled_output_tokens: true length, None for the rule. kv: kv_transfer_params, None
             without. usage_chunk, usage_always: `stream_options`. ids: `return_token_ids`.
+        seed: of a sampled answer, None for a greedy one. choices: texts the answer is one of.
+        continues: what another engine has begun, None for a request of its own.
     """
 
     chat: bool
@@ -104,6 +121,9 @@ class Ask:
     kv: Mapping[str, Any] | None
     cache_salt: str
     request_id: str
+    seed: int | None = None
+    choices: tuple[tuple[int, ...], ...] = ()
+    continues: Continues | None = None
 
 
 def read_ask(
@@ -156,6 +176,54 @@ def read_ask(
         kv=_object(doc, "kv_transfer_params") or None,
         cache_salt=str(doc.get("cache_salt") or ""),
         request_id=str(doc.get("request_id") or request_id),
+        seed=_seed(doc),
+        choices=_choices(doc),
+        continues=_continues(doc, vocab_size),
+    )
+
+
+def _seed(doc: Mapping[str, Any]) -> int | None:
+    """A seed with a temperature samples; an answer without either is greedy."""
+    seed = doc.get("seed")
+    if seed is None or not doc.get("temperature"):
+        return None
+    if type(seed) is not int:
+        raise BadBody(f"seed must be a whole number, got {seed!r}", "seed")
+    return int(seed)
+
+
+def _choices(doc: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    where = "structured_outputs.choice"
+    wanted = _object(doc, "structured_outputs").get("choice")
+    if wanted is None:
+        return ()
+    if not isinstance(wanted, list) or not all(isinstance(t, str) and t for t in wanted):
+        raise BadBody(f"{where} must be a list of non-empty texts", where)
+    if not 1 <= len(wanted) <= CHOICES_MAX:
+        raise BadBody(f"{where} may have 1 to {CHOICES_MAX} texts", where)
+    return tuple(tuple(answer.encode(text)) for text in wanted)
+
+
+def _continues(doc: Mapping[str, Any], vocab_size: int) -> Continues | None:
+    """What another engine's `/move_out` said; forwarded verbatim."""
+    found = _object(doc, "continuation")
+    if not found:
+        return None
+    where = "continuation"
+    tokens = found.get("output_token_ids")
+    draws, choices = found.get("draws"), found.get("choices")
+    if not isinstance(tokens, list) or not tokens:
+        raise BadBody(f"{where}.output_token_ids must be a list of tokens", where)
+    if draws is not None and not (isinstance(draws, str) and draws.isdigit()):
+        raise BadBody(f"{where}.draws must be a number as text", where)
+    if choices is not None and not isinstance(choices, dict):
+        raise BadBody(f"{where}.choices must be an object", where)
+    _check_prompt(tokens, vocab_size)
+    return Continues(
+        output=_tokens(tokens, where),
+        response_id=str(found.get("response_id") or ""),
+        draws=None if draws is None else int(draws),
+        choices=choices,
     )
 
 

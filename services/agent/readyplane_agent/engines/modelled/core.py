@@ -6,15 +6,9 @@ process and the simulator run this same class; both hand in `now_s`.
 
 The model of time. An iteration takes the prefill time of its chunk (`profile.prefill_s` of the
 chunk given the tokens already computed or cached) plus, when sequences decode, `iteration_s` of
-them; the two are added, since one forward pass does both. Prompts are computed one after another,
-one chunk an iteration, as they were when the profile was measured: batching several short prompts
-is not rewarded. Composition changes only between iterations; whoever comes during one joins at
-its end.
-
-While nobody joins or leaves, decode iterations are skipped over in closed form: iteration k of a
-span ends at `t0 + k*alpha + beta*k*(k-1)/2` (every sequence adds one KV token an iteration). The
-span keeps its origin however often it is looked at, so that stepping and jumping give the same
-floats.
+them; both are added, as one forward pass does both. Prompts are computed one after another, one
+chunk an iteration, as they were when the profile was measured: batching several short prompts is
+not rewarded. Composition changes only between iterations; who comes during one joins at its end.
 """
 
 from __future__ import annotations
@@ -24,6 +18,7 @@ from collections import deque
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.profile import ClassProfile
+from readyplane_agent.engines.modelled import core_batch
 from readyplane_agent.engines.modelled.core_batch import DecodeBatch, Sequence, Span, State, check
 from readyplane_agent.engines.modelled.core_blocks import BlockPool
 from readyplane_agent.engines.modelled.core_events import (
@@ -79,14 +74,7 @@ class EngineModel:
         self.block_size = block_size
         self.max_batch_tokens = max_batch_tokens or profile.max_batch_tokens
         self.max_num_seqs = max_num_seqs or profile.max_num_seqs
-        for name, value, low in (
-            ("block_size", block_size, 1),
-            ("kv_blocks", kv_blocks, 1),
-            ("max_num_seqs", self.max_num_seqs, 1),
-            ("max_batch_tokens", self.max_batch_tokens, self.max_num_seqs + 1),
-        ):
-            if value < low:
-                raise InvalidField(name, value, f"use a whole number of at least {low}")
+        core_batch.check_sizes(block_size, kv_blocks, self.max_num_seqs, self.max_batch_tokens)
         self.prefix_caching = prefix_caching
         self.hold_s = hold_s
         self.coalesce_s = coalesce_s
@@ -150,6 +138,21 @@ class EngineModel:
         self._aborted_total += 1
         self._finish(sequence, "abort", now_s)
         return True
+
+    def move_out(self, request_id: str, now_s: float) -> int | None:
+        """Stop what decodes, hold its KV for who goes on; its output tokens, None if it does not."""
+        self._interrupt(now_s)
+        sequence = self._all.get(request_id)
+        if sequence is None or sequence.state is not State.DECODING:
+            return None
+        emitted = self._batch.emitted(sequence)
+        if emitted:
+            self._show(sequence, emitted, now_s)
+            self._remove(sequence)
+            self._hold(sequence, now_s)
+            self._held += 1
+            self._finish(sequence, "moved", now_s, held=True)
+        return emitted or None
 
     def kv_arrived(self, request_id: str, now_s: float) -> bool:
         """The KV that `KvWanted` asked for is there; False when nobody waits for it any more."""
@@ -387,8 +390,7 @@ class EngineModel:
     def _make_room(self) -> None:
         """Preempt the youngest until the next iteration's blocks fit."""
         while self._batch.members and self._batch.blocks_for(1) > self.pool.available:
-            sequence = self._prefilling or next(reversed(self._batch.members))
-            self._preempt(sequence)
+            self._preempt(self._prefilling or next(reversed(self._batch.members)))
 
     def _preempt(self, sequence: Sequence) -> None:
         self._show(sequence, self._batch.emitted(sequence), self._t)

@@ -105,9 +105,30 @@ def check(request: EngineRequest, *, block_size: int, kv_blocks: int) -> None:
         )
 
 
+def check_sizes(block_size: int, kv_blocks: int, max_num_seqs: int, max_batch_tokens: int) -> None:
+    """Refuse an engine that could do nothing.
+
+    Raises:
+        InvalidField: a size that makes no sense.
+    """
+    for name, value, low in (
+        ("block_size", block_size, 1),
+        ("kv_blocks", kv_blocks, 1),
+        ("max_num_seqs", max_num_seqs, 1),
+        ("max_batch_tokens", max_batch_tokens, max_num_seqs + 1),
+    ):
+        if value < low:
+            raise InvalidField(name, value, f"use a whole number of at least {low}")
+
+
 @dataclass(slots=True)
 class Span:
     """Iterations with one composition: the k-th ends at `end(k)`; `most` may run, `done` did.
+
+    While nobody joins or leaves, decode iterations are skipped over in closed form: the k-th ends
+    at `t0 + k*alpha + beta*k*(k-1)/2` (every sequence adds one KV token an iteration). The span
+    keeps its origin however often it is looked at, so that stepping and jumping give the same
+    floats.
 
     Attributes:
         chunk: prompt tokens that its one iteration computes, 0 for decode only.

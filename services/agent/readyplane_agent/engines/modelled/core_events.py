@@ -65,12 +65,13 @@ class PrefillDone:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request is over: `stop`, `length`, `abort`, or `error` (its KV could not be loaded).
+    """The request is over: `stop`, `length`, `abort`, `error` (its KV could not be loaded), or
+    `moved` (it decoded, and another engine goes on with it).
 
     Attributes:
         output_tokens: tokens emitted in all. queue_s: submission to first scheduled.
         prefill_s: first scheduled to first token (on a D leg: until its KV is there).
-        held: its KV waits for a reader (P leg).
+        held: its KV waits for a reader (P leg, or moved).
     """
 
     request_id: str

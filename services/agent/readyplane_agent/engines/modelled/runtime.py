@@ -18,6 +18,7 @@ from readyplane.core.profile import LinkClass
 from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.kit.clock import Clock
 from readyplane_agent.engines.modelled import answer
+from readyplane_agent.engines.modelled.answer_state import Choices, Draws
 from readyplane_agent.engines.modelled.body import Ask, BadBody
 from readyplane_agent.engines.modelled.core import EngineModel
 from readyplane_agent.engines.modelled.core_events import (
@@ -43,6 +44,7 @@ from readyplane_agent.engines.modelled.metrics import EngineMetrics
 
 LOG = logging.getLogger("engine")
 OUTPUT_HASHED_TOKENS_MAX = 8192
+_MASK = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,9 @@ class Job:
     __slots__ = (
         "arrived_s",
         "ask",
+        "base",
         "cached",
+        "context",
         "cut",
         "deliver",
         "delivered",
@@ -83,7 +87,10 @@ class Job:
 
     def __init__(self, job_id: str, ask: Ask, deliver: Callable[[Job, Piece], None]) -> None:
         self.id, self.ask, self.deliver = job_id, ask, deliver
-        self.packed = pack_tokens(ask.prompt)
+        begun = ask.continues.output if ask.continues is not None else ()
+        self.base = len(begun)  # output tokens that another engine has given
+        self.context = len(ask.prompt) + self.base
+        self.packed = pack_tokens(ask.prompt + begun)
         self.mode = RequestMode.LOCAL
         self.remote: RemoteKv | None = None
         self.output = 0
@@ -91,7 +98,8 @@ class Job:
         self.cut: int | None = None
         self.stop_reason: str | int | None = None
         self.hashes: tuple[int, ...] = ()
-        self.emitted = self.delivered = 0
+        self.emitted = 0
+        self.delivered = self.base
         self.cached = 0
         self.failure = ""
         self.arrived_s = 0.0
@@ -153,6 +161,8 @@ class Runtime:
         reason = self._decide_length(job)
         now_s = self._clock.monotonic_s()
         job.arrived_s = job.last_s = now_s
+        if job.base:
+            job.first_s = now_s  # the client has long seen its first token
         request = self._request(job, reason)
         try:
             self.model.submit(request, now_s)
@@ -199,6 +209,46 @@ class Runtime:
         self._pump()
         return known
 
+    def move_out(self, name: str) -> dict[str, Any] | None:
+        """Stop a request that decodes, so that another engine may go on with it: its stream ends
+        with reason `moved`, and its KV is held for that engine.
+
+        Args:
+            name: the engine's id of it or the client's (`x-request-id`).
+
+        Returns:
+            What the other engine needs: `continuation`, and `kv_transfer_params`. None when no such
+            request decodes here.
+        """
+        self._pump()
+        names = {name, name.removeprefix("cmpl-"), name.removeprefix("chatcmpl-")}
+        job = next(
+            (j for j in self._jobs.values() if not names.isdisjoint((j.id, j.ask.request_id))), None
+        )
+        if job is None or self.channel is None:
+            return None
+        emitted = self.model.move_out(job.id, self._clock.monotonic_s())
+        if emitted is None:
+            self._pump()
+            return None
+        self._pump()
+        given = job.base + emitted
+        prefix = "chatcmpl-" if job.ask.chat else "cmpl-"
+        begun = job.ask.continues
+        draws, choices = draws_of(job.ask), choices_of(job.ask)
+        if choices is not None:
+            for token in job.tokens[job.base : given]:
+                choices.step(token)
+        return {
+            "continuation": {
+                "output_token_ids": job.tokens[:given],
+                "response_id": (begun and begun.response_id) or prefix + job.id,
+                "draws": None if draws is None else str(draws.after(emitted).state),
+                "choices": None if choices is None else choices.document(),
+            },
+            "kv_transfer_params": job.kv_params,
+        }
+
     def stop(self) -> None:
         """Abort everything."""
         for job in list(self._jobs.values()):
@@ -229,16 +279,28 @@ class Runtime:
         ask = job.ask
         room = self._max_model_len - len(ask.prompt)
         limit = min(room, ask.max_tokens if ask.max_tokens is not None else room)
-        natural = ask.modelled_output_tokens or answer.answer_length(job.packed)
+        natural = ask.modelled_output_tokens or answer.answer_length(pack_tokens(ask.prompt))
         wanted = limit if ask.ignore_eos else max(natural, ask.min_tokens)
         job.output = min(wanted, limit)
         reason = "stop" if wanted <= limit and not ask.ignore_eos else "length"
         if job.mode is RequestMode.REMOTE_DECODE:
             job.output, reason = 1, "length"
-        job.tokens = answer.Answer(self._weights, job.packed).take(job.output)
+        job.tokens = self._answer(job, job.packed)
+        if ask.choices:
+            if len(job.tokens) < job.output:
+                reason = "stop"
+            job.output = max(1, len(job.tokens))
         if (ask.stop or ask.stop_token_ids) and job.mode is not RequestMode.REMOTE_DECODE:
             reason = _cut_at_stop(job) or reason
         return reason
+
+    def _answer(self, job: Job, context: bytes, *, kv: int | None = None) -> list[int]:
+        """All tokens of the answer: those begun elsewhere, and what goes on from them."""
+        begun = job.ask.continues.output if job.ask.continues is not None else ()
+        goes_on = answer.Answer(
+            self._weights, context, kv=kv, draws=draws_of(job.ask), choices=choices_of(job.ask)
+        )
+        return [*begun, *goes_on.take(max(0, job.output - len(begun)))]
 
     def _request(self, job: Job, reason: str) -> EngineRequest:
         size = self.model.block_size
@@ -247,11 +309,11 @@ class Runtime:
         if job.mode is RequestMode.LOCAL and job.output <= OUTPUT_HASHED_TOKENS_MAX:
             whole += pack_tokens(job.tokens)
         job.hashes = sequence_hashes(whole, size, cache_salt=salt)
-        full = len(job.ask.prompt) // size
+        full = job.context // size
         return EngineRequest(
             request_id=job.id,
-            prompt_tokens=len(job.ask.prompt),
-            output_tokens=job.output,
+            prompt_tokens=job.context,
+            output_tokens=max(1, job.output - job.base),
             block_hashes=job.hashes[:full],
             mode=job.mode,
             output_hashes=job.hashes[full:],
@@ -311,8 +373,9 @@ class Runtime:
             metrics.observe("inter_token_latency_seconds", since / later, later)
         job.last_s = now_s
         job.emitted += event.count
-        if job.emitted < job.output:  # the last tokens go out with the finish reason
-            self._deliver(job, job.emitted)
+        given = job.base + job.emitted
+        if given < job.output:  # the last tokens go out with the finish reason
+            self._deliver(job, given)
 
     def _on_finished(self, event: Finished) -> None:
         job = self._jobs.pop(event.request_id, None)
@@ -323,6 +386,8 @@ class Runtime:
             self._hold(job)
         if event.reason == "error":
             job.deliver(job, Piece((), "", failure=f"KV load failed: {job.failure}"))
+        elif event.reason == "moved":
+            job.deliver(job, Piece((), "", event.reason))
         elif event.reason != "abort":
             self._deliver(job, job.output, event.reason)
 
@@ -366,10 +431,13 @@ class Runtime:
     def _hold(self, job: Job) -> None:
         channel = self.channel
         assert channel is not None
-        count = -(-len(job.ask.prompt) // self.model.block_size)
+        packed = job.packed
+        if job.mode is not RequestMode.REMOTE_DECODE:  # it decoded, and goes on elsewhere
+            packed = pack_tokens((*job.ask.prompt, *job.tokens[: job.base + job.emitted]))
+        count = -(-(len(packed) // 4) // self.model.block_size)
         ids = tuple(self._block_ids.popleft() for _ in range(count))
-        digest = answer.kv_digest(self._weights, job.packed)
-        channel.held[job.id] = HeldKv(job.packed, digest, ids, job.ask.request_id)
+        digest = answer.kv_digest(self._weights, packed)
+        channel.held[job.id] = HeldKv(packed, digest, ids, job.ask.request_id)
         job.kv_params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -381,7 +449,7 @@ class Runtime:
             "tp_size": 1,
             "dcp_size": 1,
             "pp_size": 1,
-            "remote_num_tokens": len(job.ask.prompt),
+            "remote_num_tokens": len(packed) // 4,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
         }
@@ -446,7 +514,7 @@ class Runtime:
     @staticmethod
     def _wrong(job: Job, remote: RemoteKv, pulled: PulledKv) -> str:
         """Why a KV cannot be this request's, as far as lengths tell; empty if it can."""
-        count, wanted = len(pulled.prompt) // 4, len(job.ask.prompt)
+        count, wanted = len(pulled.prompt) // 4, job.context
         if count != wanted or (remote.num_tokens or wanted) != wanted:
             return f"the KV has {count} tokens, the prompt {wanted}"
         return ""
@@ -456,7 +524,7 @@ class Runtime:
         if pulled.prompt == job.packed and pulled.kv == answer.kv_digest(self._weights, job.packed):
             return
         job.cut = None
-        job.tokens = answer.Answer(self._weights, pulled.prompt, kv=pulled.kv).take(job.output)
+        job.tokens = self._answer(job, pulled.prompt, kv=pulled.kv)
         LOG.warning("KV of %s is not what these weights and this prompt make", job.id)
 
     def _count_transfer(self, seconds: float, size_bytes: int, tokens: int) -> None:
@@ -471,6 +539,30 @@ class Runtime:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def draws_of(ask: Ask) -> Draws | None:
+    """Where the draws of an answer are: at its seed, or where another engine left them."""
+    if ask.continues is not None and ask.continues.draws is not None:
+        return Draws(ask.continues.draws)
+    return None if ask.seed is None or ask.continues is not None else Draws(ask.seed & _MASK)
+
+
+def choices_of(ask: Ask) -> Choices | None:
+    """Which of its texts an answer may still become.
+
+    Raises:
+        BadBody: what another engine left is no state of these.
+    """
+    if not ask.choices:
+        return None
+    choices = Choices.of(ask.choices)
+    if ask.continues is None or ask.continues.choices is None:
+        return choices
+    try:
+        return choices.resumed(ask.continues.choices)
+    except ValueError as error:
+        raise BadBody(str(error), "continuation.choices") from error
 
 
 def _cut_at_stop(job: Job) -> str:

@@ -57,6 +57,7 @@ class EngineServer:
                 ("POST", "/tokenize"): self._ready(self._tokenize),
                 ("POST", "/detokenize"): self._ready(self._detokenize),
                 ("POST", "/abort_requests"): self._ready(self._abort_requests),
+                ("POST", "/move_out"): self._ready(self._move_out),
                 ("POST", "/reset_prefix_cache"): self._ready(self._reset_prefix_cache),
                 ("GET", "/metrics"): self._ready(self._metrics),
                 ("GET", "/kv_event_sources"): self._ready(
@@ -131,6 +132,17 @@ class EngineServer:
         unknown = [i for i in ids if i not in aborted]
         exchange.reply_json(200, {"aborted": aborted, "unknown": unknown})
 
+    def _move_out(self, exchange: Exchange) -> None:
+        """Our own: a request that decodes stops here, so that another engine goes on with it."""
+        assert self.runtime is not None
+        name = read_json(exchange.body).get("request_id")
+        if not isinstance(name, str) or not name:
+            raise BadBody("Give request_id as text", "request_id")
+        moved = self.runtime.move_out(name)
+        if moved is None:
+            raise BadBody(f"no request {name[:80]} decodes here", "request_id", status=409)
+        exchange.reply_json(200, moved)
+
     def _check_model(self, doc: Mapping[str, Any]) -> None:
         if doc.get("model", self._model) != self._model:
             raise BadBody(f"The model `{doc['model']}` does not exist.", "model", status=404)
@@ -179,6 +191,9 @@ class _Whole:
             body = error_document(piece.failure, "InternalServerError", None, 500)
             self._exchange.reply_json(500, body)
             return
+        if job.base and not self._tokens:  # what another engine gave is part of the answer
+            self._tokens += job.tokens[: job.base]
+            self._text.append(answer.decode(self._tokens))
         self._tokens += piece.tokens
         self._text.append(piece.text)
         if piece.reason:
@@ -201,7 +216,7 @@ class _Whole:
             if not ask.chat:
                 choice["prompt_token_ids"] = list(ask.prompt)
         return {
-            "id": ("chatcmpl-" if ask.chat else "cmpl-") + job.id,
+            "id": _response_id(job),
             "object": "chat.completion" if ask.chat else "text_completion",
             "created": self._created,
             "model": self._model,
@@ -239,8 +254,9 @@ class _Stream:
 
     def _begin(self, job: Job) -> None:
         chat = self._ask.chat
+        self._count = job.base
         head = {
-            "id": ("chatcmpl-" if chat else "cmpl-") + job.id,
+            "id": _response_id(job),
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": self._created,
             "model": self._model,
@@ -268,3 +284,11 @@ class _Stream:
 
     def _usage(self, job: Job) -> str:
         return json.dumps(usage_document(len(self._ask.prompt), self._count, job.cached))
+
+
+def _response_id(job: Job) -> str:
+    """Of the answer as its client knows it, whichever engine began it."""
+    begun = job.ask.continues
+    if begun is not None and begun.response_id:
+        return begun.response_id
+    return ("chatcmpl-" if job.ask.chat else "cmpl-") + job.id
