@@ -35,6 +35,7 @@ from readyplane_planner.optimisers import load_optimiser
 from readyplane_planner.policy_checks import unreachable
 from readyplane_planner.policy_words import named
 from readyplane_planner.rollout import Asked, Rules
+from readyplane_planner.season_policy import SeasonPolicy
 from readyplane_planner.signals import Priors
 
 WINDOW_S_DEFAULT = 10.0
@@ -118,6 +119,7 @@ class ForecastPolicy(_Strict):
     warmup_s: Seconds = 300.0
     prior_margin: Share = 0.3
     aci_step: float = Field(default=0.02, ge=0.0, le=0.1)
+    season: SeasonPolicy = SeasonPolicy()
 
 
 class LoadPolicy(_Strict):
@@ -367,6 +369,7 @@ def make_plan(
         start_mode=policy.start_mode,
         nodes=node_plans(policy.nodes),
         rollout=_rollout(policy.rollout),
+        season=policy.forecast.season.rules,
         degradation=policy.degradation.rules(tick_s=policy.tick_s),
         manifest_digest=manifest_digest,
         paused=policy.paused,

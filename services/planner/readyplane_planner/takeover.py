@@ -268,8 +268,8 @@ def adopted(mine: Memory, theirs: Memory) -> Memory:
         return theirs
     return replace(
         theirs,
-        work_p=mine.work_p,
-        work_d=mine.work_d,
+        work_p=_with_days(mine.work_p, theirs.work_p),
+        work_d=_with_days(mine.work_d, theirs.work_d),
         apart_p=mine.apart_p,
         apart_d=mine.apart_d,
         averages=mine.averages,
@@ -285,12 +285,12 @@ def adopted(mine: Memory, theirs: Memory) -> Memory:
 
 
 def moved(memory: Memory, by_s: float) -> Memory:
-    """The same memory on a clock that is ahead by that; series cannot be moved and begin anew."""
+    """The same memory on a clock that is ahead by that; of series only the days can be moved."""
     blank = Memory()
     return replace(
         memory,
-        work_p=blank.work_p,
-        work_d=blank.work_d,
+        work_p=_days_of(memory.work_p, by_s),
+        work_d=_days_of(memory.work_d, by_s),
         apart_p=blank.apart_p,
         apart_d=blank.apart_d,
         averages=blank.averages,
@@ -312,6 +312,16 @@ def moved(memory: Memory, by_s: float) -> Memory:
         owned_d=ownership.moved(memory.owned_d, by_s),
         rollout=rollout.moved(memory.rollout, by_s),
     )
+
+
+def _days_of(series: Series, by_s: float) -> Series:
+    """A series that begins anew and knows the days that were seen."""
+    return Series(days=forecast.days_moved(series.days, by_s))
+
+
+def _with_days(mine: Series, theirs: Series) -> Series:
+    """One's own series, with the days of whoever has seen more of them."""
+    return replace(mine, days=theirs.days) if theirs.days.closed > mine.days.closed else mine
 
 
 def _given_now(memory: Memory, worker_ids: Container[str], now_s: float) -> Memory:

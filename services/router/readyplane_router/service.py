@@ -540,7 +540,8 @@ class RouterService:
         counters = desk.counters
         counters.repaired += bool(replaces)
         if desk.ends.found(replaces) is not None:
-            return ""  # it has been counted when it came first; another router's, or life's, has not
+            # It has been counted when it came first; another router's, or life's, has not.
+            return ""
         isl, most = entry.shape.isl, 0
         for key, tokens in desk.cached(entry, now_s=entry.arrived_s).items():
             seat = desk.seats[key]

@@ -18,6 +18,7 @@ from readyplane_planner.decide import (
     mixing,
     outlook,
     placing,
+    prewarm,
     reasons,
     rebase,
     risk,
@@ -83,6 +84,9 @@ def decide(
     said: list[Reason] = [*turned, *_facts(observation, plan, pools, memory)]
     problem = _problem(observation, plan, model, pools, seen)
     proposal, memory = _propose(observation, plan, memory, problem, pools, seen, optimiser, said)
+    proposal, memory = prewarm.raised(
+        proposal, observation, plan, memory, problem, said, now_s=now_s
+    )
     counts = judging.counts(observation, plan, memory, model, pools, seen)
     proposal, choices, mixed = mixing.choose(
         proposal, observation, plan, memory, pools, counts, now_s=now_s

@@ -15,6 +15,8 @@ from readyplane_planner.capacity import Combine, Correction, Load
 from readyplane_planner.decide.drift import DriftMemory
 from readyplane_planner.decide.rations import Rationed, RationMemory
 from readyplane_planner.decide.rations import Rules as DegradationRules
+from readyplane_planner.decide.seasonal import Ahead
+from readyplane_planner.decide.seasonal import Rules as SeasonRules
 from readyplane_planner.forecast import Apart, Forecast, Knobs, Series
 from readyplane_planner.guard import Counts, Limits, PoolMemory
 from readyplane_planner.optimise.values import Candidate
@@ -126,6 +128,7 @@ class Plan:
     nodes: tuple[NodePlan, ...] = ()
     rollout: Rules = field(default_factory=Rules)
     degradation: DegradationRules = field(default_factory=DegradationRules)
+    season: SeasonRules = field(default_factory=SeasonRules)
     paused: bool = False
     fallback_after: int = 10
     hand_hold_s: float = 0.0
@@ -265,7 +268,7 @@ class Memory:
         fallbacks: how often the optimiser failed, failing: in a row. blind: looks in a row without
         knowing. bases: what the windows rest on. drift, owned_p, owned_d: see drift, ownership.
         overrides: guard rules that changed a target. changing: told to serve, or to change the stage.
-        ration: see rations.
+        ration, ahead: see rations, seasonal.
     """
 
     work_p: Series = field(default_factory=Series)
@@ -300,6 +303,7 @@ class Memory:
     lives: tuple[tuple[str, float], ...] = ()
     changing: tuple[Changing, ...] = ()
     ration: RationMemory = field(default_factory=RationMemory)
+    ahead: Ahead = field(default_factory=Ahead)
     apart_p: Apart = field(default_factory=Apart)
     apart_d: Apart = field(default_factory=Apart)
 

@@ -12,7 +12,8 @@ from readyplane_planner.forecast.bounds import predict, quantiles
 from readyplane_planner.forecast.experts import trailing
 from readyplane_planner.forecast.rise import growth
 from readyplane_planner.forecast.scaling import scaled
-from readyplane_planner.forecast.seasons import ahead
+from readyplane_planner.forecast.seasons import ahead, coming
+from readyplane_planner.forecast.seasons import moved as days_moved
 from readyplane_planner.forecast.series import broken, remember, update
 from readyplane_planner.forecast.spells import bursts
 from readyplane_planner.forecast.values import (
@@ -25,6 +26,7 @@ from readyplane_planner.forecast.values import (
     Forecast,
     Knobs,
     Pending,
+    Season,
     Series,
     Track,
 )
@@ -40,12 +42,15 @@ __all__ = [
     "Forecast",
     "Knobs",
     "Pending",
+    "Season",
     "Series",
     "Track",
     "ahead",
     "broken",
     "bursts",
     "chosen",
+    "coming",
+    "days_moved",
     "growth",
     "interrupted",
     "predict",

@@ -32,6 +32,7 @@ def scaled(series: Series, factor: float) -> Series:
             profile=tuple(None if v is None else v * factor for v in series.days.profile),
             begun=series.days.begun * factor,
             last=_times(series.days.last, factor),
+            lost=(series.days.lost[0] * factor, series.days.lost[1] * factor),
         ),
     )
 

@@ -118,6 +118,9 @@ class Days:
         profile: tokens/s by bin, None where never seen. bin: the running one, None before the first
             rate and after a gap; begun_s, begun: time and work of the series at its beginning.
         last: means of the bins before it, newest last. trust: 0 to 1.
+        closed: half-hours taken in. lost: fading distances from what came, tokens/s, of the profile
+            where it was believed, and of what had been an hour before.
+        shift_s: added to the clock for the time of day: a successor has another one.
     """
 
     profile: tuple[float | None, ...] = (None,) * DAY_BINS
@@ -126,6 +129,26 @@ class Days:
     begun: float = 0.0
     last: tuple[float, ...] = ()
     trust: float = 0.5
+    closed: int = 0
+    lost: tuple[float, float] = (0.0, 0.0)
+    shift_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Season:
+    """What the days before say of a time that is coming.
+
+    Attributes:
+        rate: tokens/s, the largest of that time. in_s: seconds until then. trust: in the pattern,
+            0 to 1. skill: share of the distance of an hour ago that it saves, 1 at best, below 0
+            where it is worse. days: that were seen.
+    """
+
+    rate: float
+    in_s: float
+    trust: float
+    skill: float
+    days: float
 
 
 @dataclass(frozen=True, slots=True)
