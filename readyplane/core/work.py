@@ -130,6 +130,26 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
         ) from error
 
 
+def pack_hashes(hashes: Sequence[int]) -> bytes:
+    """Block hashes as packed little-endian uint64."""
+    packed = array("Q", hashes)
+    if _BIG_ENDIAN:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_hashes(data: bytes) -> tuple[int, ...]:
+    """Packed little-endian uint64 as block hashes.
+
+    Raises:
+        ValueError: not a whole number of them.
+    """
+    packed = array("Q", data)
+    if _BIG_ENDIAN:
+        packed.byteswap()
+    return tuple(packed)
+
+
 def hash_seed(*, lora: str = "", cache_salt: str = "") -> int:
     """Seed of the block hash: adapters and tenants never share a key (field report B96)."""
     seed = HASH_SEED

@@ -69,19 +69,19 @@ class KvEvent(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     kind: builtins.str
     """stored, removed or cleared."""
+    block_hashes: builtins.bytes
+    """Sequence hashes (readyplane.core.work.sequence_hashes), packed as little-endian uint64: what a
+    packed repeated fixed64 looks like on the wire.
+    """
     parent_hash: builtins.int
     """Of stored blocks: the one before the first. Absent when there is none, or it is not known."""
     tier: builtins.str
     """Where the blocks lie: gpu (also when empty), cpu or disk. A clearing is of all of them."""
-    @property
-    def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Sequence hashes (readyplane.core.work.sequence_hashes)."""
-
     def __init__(
         self,
         *,
         kind: builtins.str = ...,
-        block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        block_hashes: builtins.bytes = ...,
         parent_hash: builtins.int | None = ...,
         tier: builtins.str = ...,
     ) -> None: ...

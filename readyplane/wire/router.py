@@ -7,7 +7,16 @@ from typing import Any
 
 from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane.core.ration import PrioritySignals, Ration
-from readyplane.core.work import ISL_EDGES, OSL_EDGES, EventKind, RequestEvent, RequestShape, Slo
+from readyplane.core.work import (
+    ISL_EDGES,
+    OSL_EDGES,
+    EventKind,
+    RequestEvent,
+    RequestShape,
+    Slo,
+    pack_hashes,
+    unpack_hashes,
+)
 from readyplane.ports import (
     GPU,
     ClientSignals,
@@ -52,16 +61,20 @@ def kv_event_to_proto(event: KvEvent) -> pb.KvEvent:
     """KV event as message."""
     return pb.KvEvent(
         kind=event.kind,
-        block_hashes=event.block_hashes,
+        block_hashes=pack_hashes(event.block_hashes),
         parent_hash=event.parent_hash,
         tier="" if event.tier == GPU else event.tier,
     )
 
 
 def kv_event_from_proto(message: pb.KvEvent) -> KvEvent:
-    """Message as KV event."""
+    """Message as KV event; one of no known kind when its hashes are cut off."""
     parent = message.parent_hash if message.HasField("parent_hash") else None
-    return KvEvent(message.kind, tuple(message.block_hashes), parent, message.tier or GPU)
+    try:
+        hashes = unpack_hashes(message.block_hashes)
+    except ValueError:
+        return KvEvent("garbled")
+    return KvEvent(message.kind, hashes, parent, message.tier or GPU)
 
 
 def kv_event_batch_to_proto(batch: KvEventBatch) -> pb.KvEventBatch:

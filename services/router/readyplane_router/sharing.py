@@ -6,12 +6,11 @@ the others read the log, and take a snapshot where they missed something.
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from readyplane.core.work import pack_hashes, unpack_hashes
 from readyplane.ports import KvEvent, KvEventBatch
 from readyplane_router.members import Member
 from readyplane_router.pair import seat_key
@@ -32,7 +31,7 @@ _snapshot = msgspec.msgpack.Decoder(tuple[int, int, list[tuple[str, bytes]]])
 
 def pack_batch(batch: KvEventBatch) -> bytes:
     """One batch as bytes, 8 for each block."""
-    events = [(e.kind, _pack(e.block_hashes), e.parent_hash, e.tier) for e in batch.events]
+    events = [(e.kind, pack_hashes(e.block_hashes), e.parent_hash, e.tier) for e in batch.events]
     return _encode((FORM, batch.sequence, events))
 
 
@@ -42,14 +41,16 @@ def unpack_batch(data: bytes) -> KvEventBatch | None:
         form, sequence, events = _batch.decode(data)
         if form != FORM:
             return None
-        return KvEventBatch(sequence, tuple(KvEvent(k, _unpack(h), p, t) for k, h, p, t in events))
+        return KvEventBatch(
+            sequence, tuple(KvEvent(k, unpack_hashes(h), p, t) for k, h, p, t in events)
+        )
     except (msgspec.DecodeError, ValueError):
         return None
 
 
 def pack_snapshot(sequence: int, chains: Iterable[tuple[str, tuple[int, ...]]]) -> bytes:
     """All blocks of one incarnation as bytes, by tier."""
-    return _encode((FORM, sequence, [(tier, _pack(blocks)) for tier, blocks in chains]))
+    return _encode((FORM, sequence, [(tier, pack_hashes(blocks)) for tier, blocks in chains]))
 
 
 def unpack_snapshot(data: bytes) -> tuple[int, list[tuple[str, tuple[int, ...]]]] | None:
@@ -58,23 +59,9 @@ def unpack_snapshot(data: bytes) -> tuple[int, list[tuple[str, tuple[int, ...]]]
         form, sequence, chains = _snapshot.decode(data)
         if form != FORM:
             return None
-        return sequence, [(tier, _unpack(blocks)) for tier, blocks in chains]
+        return sequence, [(tier, unpack_hashes(blocks)) for tier, blocks in chains]
     except (msgspec.DecodeError, ValueError):
         return None
-
-
-def _pack(hashes: Sequence[int]) -> bytes:
-    packed = array("Q", hashes)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def _unpack(data: bytes) -> tuple[int, ...]:
-    packed = array("Q", data)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return tuple(packed)
 
 
 def apply_entry(index: PrefixIndex, entry: KvEntry, *, now_s: float) -> bool:

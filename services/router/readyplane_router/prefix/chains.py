@@ -106,17 +106,12 @@ class Chains:
         """Blocks that a holder stored, behind `parent` where that is known."""
         where, held = self.where, holder.held
         at, end = 0, len(blocks)
-        before, edge = None, 0  # the chain of the block before, and its place there plus one
-        if parent is not None and parent not in blocks:
-            before = where.get(parent)
-            if before is not None:
-                edge = (
-                    before.hashes.index(parent) + 1 if before.hashes[-1] != parent else before.size
-                )
-        chain = None
+        chain, before, edge = None, None, 0  # of the block before, and its place there plus one
         while at < end:
             chain = where.get(blocks[at])
             if chain is None:
+                if parent is not None and not at:
+                    before, edge = self._behind(parent, blocks)
                 chain, count = self._grow(holder, blocks, at, before, edge)
                 place = held.get(chain, 0)
                 self._hold(holder, chain, place + count)
@@ -139,6 +134,14 @@ class Chains:
         if chain is not None and chain.part is not None and len(chain.part) > PARTLY_MAX:
             self.split(chain, chain.part.get(holder.bit) or min(chain.part.values()))
 
+    def _behind(self, parent: int, blocks: tuple[int, ...]) -> tuple[Chain | None, int]:
+        """The chain of the block before, if it is known and not one of these (B105)."""
+        chain = self.where.get(parent)
+        if chain is None or parent in blocks:
+            return None, 0
+        own = chain.hashes
+        return chain, chain.size if own[-1] == parent else own.index(parent) + 1
+
     def remove(self, holder: Holder, blocks: tuple[int, ...]) -> int:
         """Blocks that a holder removed, in any order; returns how many of them it did not have."""
         if holder.extra:
@@ -148,6 +151,7 @@ class Chains:
         while at < end:
             chain = where.get(blocks[at])
             had = 0 if chain is None else held.get(chain, 0)
+            own: tuple[int, ...] = ()
             place = -1
             if chain is not None and had:
                 own = chain.hashes
@@ -291,12 +295,15 @@ class Chains:
         return chain, at - first
 
     def _hold(self, holder: Holder, chain: Chain, count: int) -> None:
-        holder.blocks += count - holder.held.get(chain, 0)
+        held = holder.held
+        holder.blocks += count - held.get(chain, 0)
         if count:
-            holder.held[chain] = count
+            held[chain] = count
         else:
-            del holder.held[chain]
-        self._mark(holder, chain)
+            del held[chain]
+        self._note(holder, chain)
+        if not chain.full:
+            self._trim(chain)
 
     def _mark(self, holder: Holder, chain: Chain) -> None:
         """Note on the chain how much of it a holder has; what nobody has any more is forgotten."""
@@ -306,7 +313,9 @@ class Chains:
 
     @staticmethod
     def _note(holder: Holder, chain: Chain) -> None:
-        count, bit, part = holder.has(chain), holder.bit, chain.part
+        count, bit, part = holder.held.get(chain, 0), holder.bit, chain.part
+        if holder.guesses:
+            count = holder.has(chain)
         if count >= chain.size:
             chain.full |= bit
         else:

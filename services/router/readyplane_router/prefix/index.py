@@ -90,7 +90,8 @@ class PrefixIndex:
         """
         known = self._workers.get(key)
         if known is not None:
-            known.blocks_max = max(1, min(known.blocks_max, blocks_max))
+            if blocks_max < known.blocks_max:
+                known.blocks_max = max(1, blocks_max)
             return
         position = self._free_bits.pop() if self._free_bits else len(self._workers)
         bit = 1 << position
@@ -149,9 +150,10 @@ class PrefixIndex:
             if depth == end:
                 break
             chain = heads(prompt[depth]) or where(prompt[depth])
-        if depth:
-            found.update(dict.fromkeys(self._named(mask), depth))
-        return found
+        if not depth:
+            return found
+        names = dict.fromkeys(self._named(mask), depth)
+        return {**found, **names} if found else names
 
     def guess(self, key: str, hashes: Sequence[int], *, now_s: float) -> None:
         """Count a routed prompt as stored on the worker that was chosen, for a while."""
