@@ -49,6 +49,10 @@ class Fleet(World):
         self.held: list[Order] = []
         self.fenced: list[str] = []
 
+    async def complete(self, *_events: Any) -> None:
+        """The router's side serves it; nobody here sends requests."""
+        raise NotImplementedError
+
     async def flow(self) -> None:
         while True:
             await self._real.sleep(0.05)
