@@ -22,7 +22,7 @@ Pair = tuple[float, int, int, Seat, Seat]
 """(cost, last used of P, last used of D, P, D)."""
 
 
-def cheapest(
+def cheapest(  # noqa: C901, PLR0912 - one pass over a stage, with nothing called that need not be
     ask: Ask,
     prefills: Sequence[PrefillEnd],
     decodes: Sequence[DecodeEnd],
@@ -47,6 +47,8 @@ def cheapest(
     local, network = policy.local_link, policy.network_link
     best: Pair | None = None
     bound = below + TIE_S
+    # Seats of an even fleet follow each other with the same way: it is reckoned once.
+    way, way_s = (False, -1.0, 0), 0.0
     for cost, used, seat, moved in decodes:
         if least + cost > bound:
             continue
@@ -60,27 +62,35 @@ def cheapest(
                 if place not in near:
                     near[place] = _best_at(prefills, *place)
                 ends = (*near[place], *ends)
-        ways = [
-            (
-                end,
-                urgency
-                * (local if end[2].node == seat.node else network).transfer_s(
-                    moved, sharers=max(end[2].sending, seat.transfers) + 1
-                ),
-            )
-            for end in ends
-            if end[0] + cost <= bound and end[2] is not seat
-        ]
-        if itself and seat.key in itself:
-            ways.append((itself[seat.key], 0.0))
-        for end, way_s in ways:
+        for end in ends:
+            prefill = end[2]
+            if end[0] + cost > bound or prefill is seat:
+                continue
+            sending, coming = prefill.sending, seat.transfers
+            sharers = (sending if sending > coming else coming) + 1
+            this = (prefill.node == seat.node, moved, sharers)
+            if this != way:
+                link = local if this[0] else network
+                way, way_s = this, urgency * link.transfer_s(moved, sharers=sharers)
             whole = end[0] + way_s + cost
             if whole > bound:
                 continue
-            pair = (round(whole, 5), end[1], used, end[2], seat)
-            if best is None or pair[:3] < best[:3]:
-                best = pair
-                bound = min(bound, best[0] + TIE_S)
+            whole = round(whole, 5)
+            if (
+                best is None
+                or whole < best[0]
+                or (whole == best[0] and (end[1], used) < (best[1], best[2]))
+            ):
+                best = (whole, end[1], used, prefill, seat)
+                bound = min(bound, whole + TIE_S)
+        if itself and seat.key in itself:
+            end = itself[seat.key]
+            whole = end[0] + cost
+            if whole <= bound:
+                pair = (round(whole, 5), end[1], used, end[2], seat)
+                if best is None or pair[:3] < best[:3]:
+                    best = pair
+                    bound = min(bound, pair[0] + TIE_S)
     return best
 
 
