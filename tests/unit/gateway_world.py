@@ -80,6 +80,9 @@ class MemoryEngine:
         self.tokenized = 0
         self.tokenize_status = 200
         self.tokenize_says = "not here"
+        self.move_status = 200
+        self.streams: dict[str, int] = {}  # tokens given so far, by `x-request-id`
+        self.moved: set[str] = set()
         self.aborts = "freed"  # or told, left_to_expire: what /abort_requests does and says
 
     def calls(self, path: str = "/v1/") -> list[Seen]:
@@ -139,6 +142,9 @@ class _MemoryTransport(asyncio.Transport):
         if seen.path == "/abort_requests":
             self._abort(body["request_ids"])
             return
+        if seen.path == "/move_out":
+            self._move_out(body["request_id"])
+            return
         plan = engine.plans.popleft() if engine.plans else Plan()
         await asyncio.sleep(plan.after_s)
         if plan.how == "held_hang":
@@ -169,6 +175,19 @@ class _MemoryTransport(asyncio.Transport):
         else:
             self._json(200, {"aborted": ids if gone else [], "unknown": [] if gone else ids})
 
+    def _move_out(self, name: str) -> None:
+        engine = self._engine
+        if engine.move_status != 200 or name not in engine.streams:
+            status = engine.move_status if engine.move_status != 200 else 409
+            self._json(status, {"error": {"message": "it does not decode here"}})
+            return
+        engine.moved.add(name)
+        engine.held.add(f"m-{name}")
+        output = list(range(engine.streams[name]))
+        params = (KV_PARAMS % f"m-{name}").encode()
+        state = json.dumps({"output_token_ids": output, "draws": "7"}).encode()
+        self._raw(200, b'{"continuation":%b,"kv_transfer_params":%b}' % (state, params))
+
     async def _good(self, plan: Plan, seen: Seen) -> None:
         body = seen.body
         params = body.get("kv_transfer_params") or {}
@@ -184,7 +203,11 @@ class _MemoryTransport(asyncio.Transport):
                 self._lose()
             self._json(200, {"id": "x", "choices": [{"text": "a" * plan.tokens}], "usage": usage})
             return
-        await self._stream(plan, usage, body)
+        name = seen.headers.get("x-request-id", "")
+        try:
+            await self._stream(plan, usage, body, name)
+        finally:
+            self._engine.streams.pop(name, None)
 
     def _prefilled(self, plan: Plan, seen: Seen, usage: dict[str, Any]) -> None:
         held = f"r{len(self._engine.seen)}-{seen.headers.get('x-request-id', '')}"
@@ -198,14 +221,22 @@ class _MemoryTransport(asyncio.Transport):
             % (json.dumps(usage).encode(), kv),
         )
 
-    async def _stream(self, plan: Plan, usage: dict[str, Any], body: dict[str, Any]) -> None:
+    async def _stream(
+        self, plan: Plan, usage: dict[str, Any], body: dict[str, Any], name: str
+    ) -> None:
+        begun = len(body.get("continuation", {}).get("output_token_ids", ()))
         chat = "messages" in body
         counted = body["stream_options"].get("continuous_usage_stats")
         self._give(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
             b"transfer-encoding: chunked\r\n\r\n"
         )
-        for n in range(0, plan.tokens, plan.together):
+        for n in range(begun, plan.tokens, plan.together):
+            if name in self._engine.moved:
+                end = {"index": 0, "text": "", "finish_reason": "moved"}
+                self._event({"id": "x", "choices": [end]})
+                break
+            self._engine.streams[name] = n + plan.together
             if n == plan.tokens // 2:
                 if plan.how == "reset_mid":
                     self._lose()
@@ -320,6 +351,8 @@ class MemoryRouter:
         self.batches: list[int] = []
         self.asked: list[dict[str, Any]] = []
         self.cancelled = 0
+        self.moves: list[tuple[str, str, int]] = []
+        self.move_faults: deque[ReadyplaneError] = deque()
         self.local = False
         self.ttl_s = 60.0
         self._numbers = itertools.count(1)
@@ -364,6 +397,20 @@ class MemoryRouter:
         pair = Pair(
             f"res-{next(self._numbers)}", prefill, decode, self.local, 0.5, 0.02, 0.0, self.ttl_s
         )
+        self.reservations[pair.reservation_id] = Reservation(shape, pair)
+        return pair
+
+    async def move(
+        self, shape: RequestShape, *, reservation_id: str, worker_id: str, emitted: int
+    ) -> Pair:
+        self.moves.append((reservation_id, worker_id, emitted))
+        await asyncio.sleep(0.002)
+        if self.move_faults:
+            raise self.move_faults.popleft()
+        end = self._pick(shape.model, Role.DECODE, (worker_id,), 0)
+        pair = Pair(f"res-{next(self._numbers)}", end, end, True, 0.0, 0.02, 0.0, self.ttl_s)
+        old = self.reservations[reservation_id]
+        old.ends.append("moved")
         self.reservations[pair.reservation_id] = Reservation(shape, pair)
         return pair
 
@@ -475,6 +522,7 @@ class World:
             clock=self.clock,
             bounds=bounds,
             metrics=self.metrics,
+            mover=self.router,
         )
         http = self.gateway.engines
         http.__class__ = MemoryHttp
@@ -571,6 +619,15 @@ class World:
 
     def ends(self) -> Counter[str]:
         return Counter(end for r in self.router.reservations.values() for end in r.ends)
+
+    def drain(self, name: str) -> None:
+        """A worker that can move its requests is to leave."""
+        workers = []
+        for w in self.router.fleet.workers.values():
+            if w.worker_id == name and w.serving is not None:
+                w = replace(w, state=WorkerState.DRAINING, serving=replace(w.serving, moves=True))
+            workers.append(w)
+        self.router.set_fleet(workers)
 
     def check_nothing_leaks(self, *, late: bool = False) -> None:
         """Every reservation has one end, no engine works for nobody, nothing is in flight.

@@ -13,7 +13,7 @@ from readyplane.kit.clock import SystemClock
 from readyplane.kit.server import ServiceServer, run_service
 from readyplane.kit.settings import parse_settings
 from readyplane.kit.telemetry import metrics, setup_logging
-from readyplane.ports import Registry, Router
+from readyplane.ports import Mover, Registry, Router
 from readyplane_gateway.ahead import RouteAhead
 from readyplane_gateway.api import Api
 from readyplane_gateway.service import Gateway
@@ -48,9 +48,12 @@ async def serve() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who chooses pairs, what runs beside it, how it is closed, and how it tells of pairs early."""
+    """Who chooses pairs and moves what is to move, how it is closed, what runs beside it, and how
+    it tells of pairs early.
+    """
 
     router: Router
+    mover: Mover
     close: Work
     beside: Sequence[Work] = ()
     route_ahead: RouteAhead | None = None
@@ -65,7 +68,7 @@ async def _choice(settings: GatewaySettings, registry: Registry | None) -> Choic
     if settings.pairing == "grpc":
         settings.need("router")
         client = RouterClient(settings.router, token=settings.token)
-        return Choice(client, client.aclose)
+        return Choice(client, client, client.aclose)
     # Only here, so that a gateway that asks a router loads neither its brain nor a Redis client.
     from readyplane_router.embedded import EmbeddedRouter
 
@@ -83,7 +86,7 @@ async def _choice(settings: GatewaySettings, registry: Registry | None) -> Choic
     except BaseException:
         await brain.aclose()
         raise
-    return Choice(brain.service, brain.aclose, (brain.run,), brain.service.route)
+    return Choice(brain.service, brain.service, brain.aclose, (brain.run,), brain.service.route)
 
 
 async def _serve(settings: GatewaySettings, registry: Registry | None, choice: Choice) -> None:
@@ -96,6 +99,7 @@ async def _serve(settings: GatewaySettings, registry: Registry | None, choice: C
         show_pair=settings.show_pair,
         engine_token=settings.engine_token,
         route_ahead=choice.route_ahead,
+        mover=choice.mover,
     )
     server = ServiceServer("gateway", settings)
     server.front = Api(

@@ -38,6 +38,7 @@ class Bounds:
         route_grace_s: after a client has left, how long an answer of the router is waited for
             before the call is cancelled.
         progress_tokens: a PROGRESS event after so many tokens (and every few seconds anyway).
+        move_after_s: a request on a worker that drains is moved when it has not ended by then.
         slo: judged where the request names none.
     """
 
@@ -59,4 +60,5 @@ class Bounds:
     router_wait_s_max: float = 5.0
     route_grace_s: float = 1.0
     progress_tokens: int = 256
+    move_after_s: float = 2.0
     slo: Slo = DEFAULT_SLO

@@ -41,11 +41,15 @@ class ModelFacts:
 class FleetView:
     """The last snapshot and what is known beside it."""
 
-    def __init__(self, gone: Callable[[str, str], None]) -> None:
-        """`gone(worker_id, incarnation)` is called for each worker that is known to have ended."""
+    def __init__(
+        self, gone: Callable[[str, str], None], drains: Callable[[Worker], None] = lambda _: None
+    ) -> None:
+        """`gone(worker_id, incarnation)` is called for each worker that is known to have ended,
+        `drains` once for each that is to leave.
+        """
         self.fleet = Fleet()
         self.applied = False
-        self._gone = gone
+        self._gone, self._drains = gone, drains
         self._models: dict[str, ModelFacts] = {}
         self._seen: dict[str, None] = {}
         self._published: frozenset[str] = frozenset()
@@ -59,6 +63,11 @@ class FleetView:
             succeeded = now is not None and now.offer.incarnation != worker.offer.incarnation
             if succeeded or (now is not None and now.state is WorkerState.GONE):
                 self._gone(worker.worker_id, worker.offer.incarnation)
+        for key, worker in fleet.workers.items():
+            if worker.state is WorkerState.DRAINING:
+                before = self.fleet.workers.get(key)
+                if before is None or before.state is not WorkerState.DRAINING:
+                    self._drains(worker)
         self.fleet = fleet
         self.applied = True
         names = {worker.offer.model for worker in fleet.workers.values()}

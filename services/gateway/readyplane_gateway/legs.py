@@ -19,7 +19,7 @@ from readyplane.ports import End
 from readyplane_gateway.bounds import Bounds
 from readyplane_gateway.engine_http import EngineHttp, EngineTrouble, Exchange, Trouble
 from readyplane_gateway.openai import Ask, Failure, Kind, failure_of_engine
-from readyplane_gateway.sse import Usage
+from readyplane_gateway.sse import MOVED, Usage
 from readyplane_gateway.tokens import ClientFault
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
@@ -76,13 +76,41 @@ class Handover:
     cached_tokens: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class MovedOut:
+    """What an engine gave away: both parts go to the next one byte for byte.
+
+    Attributes:
+        continuation: the tokens so far and the state behind the next. params: where the KV is.
+        output: the tokens so far.
+    """
+
+    continuation: bytes
+    params: bytes
+    output: tuple[int, ...]
+
+
 class _Prefilled(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
     usage: Usage | None = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
 class _Answered(msgspec.Struct):
     usage: Usage | None = None
+    choices: list[_Choice] | None = None
+
+
+class _Continuation(msgspec.Struct):
+    output_token_ids: list[int]
+
+
+class _MovedOut(msgspec.Struct):
+    continuation: msgspec.Raw
+    kv_transfer_params: msgspec.Raw
 
 
 class _Held(msgspec.Struct):
@@ -108,6 +136,8 @@ class Abandoned(StrEnum):
     UNREACHABLE = "unreachable"
 
 
+_continuation = msgspec.json.Decoder(_Continuation)
+_moved_out = msgspec.json.Decoder(_MovedOut)
 _prefilled = msgspec.json.Decoder(_Prefilled)
 _answered = msgspec.json.Decoder(_Answered)
 _held = msgspec.json.Decoder(_Held)
@@ -150,11 +180,15 @@ class Bodies:
             body["min_tokens"] = 1
         return msgspec.json.encode(body)
 
-    def decode(self, params: bytes) -> bytes:
-        """The request itself; `params` empty on a worker that serves both stages."""
+    def decode(self, params: bytes, continuation: bytes = b"") -> bytes:
+        """The request itself; `params` empty on a worker that serves both stages, `continuation`
+        where another engine has begun it.
+        """
         body = dict(self.shared)
         if params:
             body["kv_transfer_params"] = msgspec.Raw(params)
+        if continuation:
+            body["continuation"] = msgspec.Raw(continuation)
         if self.ask.stream:
             options = body.get("stream_options") or {}
             body["stream_options"] = {**options, **COUNTED}
@@ -225,7 +259,37 @@ class Legs:
             )
         except EngineTrouble as error:
             raise _failed(leg, end, error) from error
-        return DecodeLeg(self, leg, end, exchange)
+        return DecodeLeg(self, leg, end, exchange, request_id)
+
+    async def move_out(self, end: End, name: str) -> MovedOut:
+        """Ask an engine to stop a request that decodes and to give it away.
+
+        Raises:
+            LegFailed: it does not decode there (any more), or the engine does not answer.
+        """
+        try:
+            exchange = await self._engines.open(
+                end.engine_url,
+                "/move_out",
+                msgspec.json.encode({"request_id": name}),
+                headers=self._headers(""),
+                within_s=self._bounds.connect_s_max,
+                doing="moving a request",
+            )
+            with exchange:
+                status = await exchange.head()
+                answer = await exchange.whole(ANSWER_BYTES_MAX)
+            if status != 200:
+                failure = failure_of_engine(status, answer)
+                raise LegFailed("decode", end, f"http_{status}", failure.message)
+            read = _moved_out.decode(answer)
+            output = tuple(_continuation.decode(read.continuation).output_token_ids)
+        except EngineTrouble as error:
+            raise _failed("decode", end, error) from error
+        except msgspec.MsgspecError as error:
+            why = f"its answer cannot be read ({error})"
+            raise LegFailed("decode", end, "unreadable", why) from error
+        return MovedOut(bytes(read.continuation), bytes(read.kv_transfer_params), output)
 
     async def abandon(self, end: End, *, params: bytes = b"", request_id: str = "") -> Abandoned:
         """Tell a prefill engine that nobody will read the KV it holds.
@@ -295,10 +359,13 @@ class _Tracked:
 
 
 class DecodeLeg:
-    """A decode leg under way. Use as a context manager: leaving it cancels what is not complete."""
+    """A decode leg under way. Use as a context manager: leaving it cancels what is not complete.
 
-    def __init__(self, legs: Legs, leg: str, end: End, exchange: Exchange) -> None:
-        self.leg, self.end = leg, end
+    `name`: of the request at its engine.
+    """
+
+    def __init__(self, legs: Legs, leg: str, end: End, exchange: Exchange, name: str) -> None:
+        self.leg, self.end, self.name = leg, end, name
         self._exchange = exchange
         self._tracked = legs._tracked(end, exchange)  # noqa: SLF001 - one module, two halves
 
@@ -327,11 +394,17 @@ class DecodeLeg:
         except EngineTrouble as error:
             raise _failed(self.leg, self.end, error) from error
 
-    async def whole(self) -> tuple[bytes, Usage | None]:
-        """An answer that is not streamed. Raises LegFailed."""
+    async def whole(self) -> tuple[bytes, Usage | None, bool]:
+        """An answer that is not streamed, and whether another engine goes on with it.
+
+        Raises:
+            LegFailed.
+        """
         try:
             answer = await self._exchange.whole(ANSWER_BYTES_MAX)
-            return answer, _answered.decode(answer).usage
+            read = _answered.decode(answer)
+            moved = any(choice.finish_reason == MOVED for choice in read.choices or ())
+            return answer, read.usage, moved
         except EngineTrouble as error:
             raise _failed(self.leg, self.end, error) from error
         except msgspec.MsgspecError as error:

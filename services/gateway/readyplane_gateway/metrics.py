@@ -48,6 +48,12 @@ class Meters:
         self.repairs = metrics.counter(
             name + "repairs_total", "Pairs replaced after a failed leg", ("leg", "trouble")
         )
+        self.moves = metrics.counter(
+            name + "moves_total",
+            "Requests to be moved from a worker that drains: moved, no_room (elsewhere), refused (by "
+            "its engine), repaired (prefilled anew after the other engine failed)",
+            ("outcome",),
+        )
         self.aborted = metrics.counter(
             name + "aborted_total", "Requests whose client left before the end", ("stage",)
         )

@@ -29,6 +29,8 @@ from readyplane_gateway.engine_http import Trouble
 from readyplane_gateway.fleet import FleetView, ModelFacts
 from readyplane_gateway.legs import Bodies, DecodeLeg, Handover, LegFailed, Legs
 from readyplane_gateway.metrics import Meters
+from readyplane_gateway.moves import Moves
+from readyplane_gateway.onward import Onward, Way
 from readyplane_gateway.openai import Ask, Failure, check_length, check_size, failure_of
 from readyplane_gateway.pump import Call, Header, Pump, Sink
 from readyplane_gateway.reporter import Booking, Reporter
@@ -66,6 +68,7 @@ class Proxy:
         meters: Meters,
         show_pair: bool,
         later: Callable[[Awaitable[object]], None],
+        moves: Moves,
         route_ahead: RouteAhead | None = None,
     ) -> None:
         """`show_pair`: name workers and reservation in the answer's headers. `later`: run a
@@ -81,6 +84,9 @@ class Proxy:
         self._meters = meters
         self._show_pair = show_pair
         self._later = later
+        self._onward = Onward(
+            legs=legs, moves=moves, bounds=bounds, meters=meters, anew=self._anew, later=later
+        )
         self._route_ahead = route_ahead
 
     async def serve(self, ask: Ask, call: Call, sink: Sink) -> Failure | None:
@@ -261,18 +267,24 @@ class Proxy:
             self._check_size(ask, self._fleet.limit_tokens(ask.model))  # known by now
             urls = [booking.pair.prefill.engine_url, booking.pair.decode.engine_url]
             token_ids = await self._tokens.of(ask, urls, "")
-        bodies = Bodies.of(ask, token_ids)
+        way = Way(ask, call, sink, shape, Bodies.of(ask, token_ids), token_ids)
         try:
-            return await self._both_legs(ask, call, sink, booking, bodies)
+            return await self._both_legs(way, booking)
         except LegFailed as failed:
             if call.begun:
                 raise
             booking = await self._repair(call, shape, booking, failed)
-        return await self._both_legs(ask, call, sink, booking, bodies)
+        return await self._both_legs(way, booking)
 
-    async def _both_legs(
-        self, ask: Ask, call: Call, sink: Sink, booking: Booking, bodies: Bodies
-    ) -> Failure | None:
+    async def _anew(
+        self, way: Way, booking: Booking, failed: LegFailed
+    ) -> tuple[Booking, Handover]:
+        """Another pair instead of a failed one, and its prefill leg."""
+        fresh = await self._repair(way.call, way.shape, booking, failed)
+        return fresh, await self._hand_over(way.call, fresh, way.bodies)
+
+    async def _both_legs(self, way: Way, booking: Booking) -> Failure | None:
+        ask, call, bodies = way.ask, way.call, way.bodies
         handover = await self._hand_over(call, booking, bodies)
         pair = booking.pair
         if pair.local:
@@ -299,9 +311,9 @@ class Proxy:
             with leg:
                 await leg.accepted()
                 if ask.stream:
-                    failure = await self._stream(ask, call, sink, booking, leg, handover)
+                    failure = await self._stream(way, booking, leg, handover)
                 else:
-                    failure = await self._answer(ask, call, sink, booking, leg, handover)
+                    failure = await self._answer(way, booking, leg, handover)
             outcome = "ok" if failure is None else "failed"
             return failure
         except ClientFault:
@@ -382,20 +394,15 @@ class Proxy:
         self._meters.abandoned.labels(how).inc()
 
     async def _answer(
-        self,
-        ask: Ask,
-        call: Call,
-        sink: Sink,
-        booking: Booking,
-        leg: DecodeLeg,
-        handover: Handover,
+        self, way: Way, booking: Booking, leg: DecodeLeg, handover: Handover
     ) -> Failure | None:
         """An answer in one piece, passed on as it came.
 
         Its first token is not seen, so that no latency sample is made of it; it attains when it
         came as early as a stream that meets both SLOs would have ended.
         """
-        answer, usage = await leg.whole()
+        ask, call, sink = way.ask, way.call, way.sink
+        answer, usage = await self._onward.whole(way, leg)
         elapsed_s = self._clock.monotonic_s() - call.arrived_s
         tokens = (usage.completion_tokens if usage else None) or 0
         slo = call.slo or self._bounds.slo
@@ -403,7 +410,7 @@ class Proxy:
         call.stage = "answer"
         await sink.start(200, [*JSON_HEADERS, *self._pair_headers(booking, handover)])
         await sink.send(answer)
-        booking.finished(
+        call.bookings[-1].finished(
             output_tokens=tokens,
             ttft_s=None,
             tpot_s=None,
@@ -414,14 +421,9 @@ class Proxy:
         return None
 
     async def _stream(
-        self,
-        ask: Ask,
-        call: Call,
-        sink: Sink,
-        booking: Booking,
-        leg: DecodeLeg,
-        handover: Handover,
+        self, way: Way, booking: Booking, leg: DecodeLeg, handover: Handover
     ) -> Failure | None:
+        ask, call, sink = way.ask, way.call, way.sink
         pump = Pump(self._clock, self._bounds, call, booking, leg)
         scan = SseScan(keep_last=ask.include_usage, keep_each=ask.usage_in_each)
         first = await pump.first(scan)
@@ -430,19 +432,18 @@ class Proxy:
         call.begun = True
         call.stage = "stream"
         self._meters.ttft.labels(ask.model).observe(pump.ttft_s)
-        leg.idle_within(self._bounds.decode_idle_s_max)
         try:
             await sink.send(first)
-            await pump.rest(scan, sink)
+            await self._onward.rest(way, leg, pump, scan)
         except LegFailed as failed:
-            booking.leg_failed(failed.end.worker_id, failed.why, busy=failed.busy)
+            call.bookings[-1].leg_failed(failed.end.worker_id, failed.why, busy=failed.busy)
             failure = failed.failure()
             await sink.send(b"data: " + failure.document() + b"\n\n")
             return failure
         if scan.error:
-            booking.aborted("the engine ended the stream with an error")
+            call.bookings[-1].aborted("the engine ended the stream with an error")
             return Failure(500, "server_error", "engine_error", scan.error.decode(errors="replace"))
-        self._finish(ask, call, booking, scan, pump, handover)
+        self._finish(ask, call, call.bookings[-1], scan, pump, handover)
         return None
 
     def _finish(

@@ -89,9 +89,9 @@ class Pump:
         self._booking.first_token(self.ttft_s)
 
     async def rest(self, scan: SseScan, sink: Sink) -> None:
-        """Everything else, to the end marker. Raises LegFailed."""
+        """Everything else, to the end marker or until it goes on elsewhere. Raises LegFailed."""
         events = scan.events
-        while not (scan.done or scan.error):
+        while not (scan.done or scan.error or scan.moved):
             data = self._feed(scan, await self._next())
             if not data:
                 continue
@@ -106,6 +106,10 @@ class Pump:
         with contextlib.suppress(LegFailed):  # all has come; what ends it lets the connection live
             while await self._leg.piece():
                 pass
+
+    def goes_on(self, leg: DecodeLeg, booking: Booking) -> None:
+        """Another engine has taken it over."""
+        self._leg, self._booking = leg, booking
 
     def tpot_s(self, tokens: int) -> float | None:
         """Mean seconds per later token, None when there was none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from dataclasses import replace
 
 from readyplane.core.errors import ReadyplaneError
 from readyplane.core.work import EventKind, RequestEvent
@@ -151,7 +152,16 @@ class Booking:
         output_tokens: so far, as far as known.
     """
 
-    __slots__ = ("_every_s", "_quiet", "_reporter", "_timer", "ended", "output_tokens", "pair")
+    __slots__ = (
+        "_every_s",
+        "_kept",
+        "_quiet",
+        "_reporter",
+        "_timer",
+        "ended",
+        "output_tokens",
+        "pair",
+    )
 
     def __init__(self, pair: Pair, reporter: Reporter, *, every_s: float = PROGRESS_S_MAX) -> None:
         self.pair = pair
@@ -161,6 +171,7 @@ class Booking:
         # A sixth of its life: several may be lost or late.
         self._every_s = max(0.05, min(every_s, pair.ttl_s / 6))
         self._quiet = False
+        self._kept: list[tuple[RequestEvent, bool]] | None = None
         self._timer = asyncio.get_running_loop().call_later(self._every_s, self._look)
 
     def prefill_done(self, cached_tokens: int | None) -> None:
@@ -195,7 +206,7 @@ class Booking:
         """A leg failed, which ends the reservation; a worker that was busy is not blamed (B70)."""
         if not self._end("leg_failed"):
             return
-        self._reporter.tell(
+        self._say(
             RequestEvent(
                 self.pair.reservation_id,
                 EventKind.LEG_FAILED,
@@ -218,7 +229,7 @@ class Booking:
         """The answer is complete."""
         if not self._end("finished"):
             return
-        self._reporter.tell(
+        self._say(
             RequestEvent(
                 self.pair.reservation_id,
                 EventKind.FINISHED,
@@ -234,7 +245,7 @@ class Booking:
         """Given up; the router is told at once."""
         if not self._end("aborted"):
             return
-        self._reporter.tell(
+        self._say(
             RequestEvent(
                 self.pair.reservation_id,
                 EventKind.ABORTED,
@@ -243,6 +254,27 @@ class Booking:
             ),
             now=True,
         )
+
+    def hold(self) -> None:
+        """Another reservation is about to take its place: facts are kept until that is decided."""
+        if self._kept is None:
+            self._kept = []
+
+    def settle(self, pair: Pair | None) -> None:
+        """It was decided: `pair` has taken its place, or nothing has. Facts kept go where they
+        belong now.
+        """
+        if pair is not None:
+            self.pair = pair
+        kept, self._kept = self._kept or [], None
+        for event, now in kept:
+            self._say(replace(event, reservation_id=self.pair.reservation_id), now=now)
+
+    def _say(self, event: RequestEvent, *, now: bool = False) -> None:
+        if self._kept is not None:
+            self._kept.append((event, now))
+        else:
+            self._reporter.tell(event, now=now)
 
     def void(self) -> None:
         """It was never reserved: there is nothing to end."""
@@ -258,7 +290,7 @@ class Booking:
     def _tell(self, event: RequestEvent) -> None:
         if not self.ended:
             self._quiet = False
-            self._reporter.tell(event)
+            self._say(event)
 
     def _look(self) -> None:
         if self._quiet:

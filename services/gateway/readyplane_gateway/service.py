@@ -15,13 +15,14 @@ from contextlib import aclosing
 from readyplane.core.errors import ReadyplaneError
 from readyplane.kit.clock import Clock
 from readyplane.kit.telemetry import Metrics
-from readyplane.ports import Registry, Router
+from readyplane.ports import Mover, Registry, Router
 from readyplane_gateway.ahead import RouteAhead
 from readyplane_gateway.bounds import Bounds
 from readyplane_gateway.engine_http import EngineHttp
 from readyplane_gateway.fleet import FleetView
 from readyplane_gateway.legs import Legs
 from readyplane_gateway.metrics import OTHER, Meters
+from readyplane_gateway.moves import Moves
 from readyplane_gateway.proxy import Proxy
 from readyplane_gateway.reporter import Reporter
 from readyplane_gateway.tokens import Tokens
@@ -52,8 +53,11 @@ class Gateway:
         show_pair: bool = True,
         engine_token: str = "",
         route_ahead: RouteAhead | None = None,
+        mover: Mover | None = None,
     ) -> None:
-        """`route_ahead`: `route` of a router in this process, which tells of pairs early."""
+        """`route_ahead`: `route` of a router in this process, which tells of pairs early. `mover`:
+        who finds another worker for a request on one that drains; None lets them finish there.
+        """
         self.bounds = bounds
         self.clock = clock
         self.meters = Meters(metrics)
@@ -63,8 +67,21 @@ class Gateway:
             clock, connections_max=bounds.connections_max, connect_s_max=bounds.connect_s_max
         )
         legs = Legs(self.engines, bounds, engine_token)
-        self.fleet = FleetView(gone=legs.worker_gone)
         self.reporter = Reporter(router, clock, self.meters)
+        moves = Moves(
+            mover,
+            legs=legs,
+            clock=clock,
+            after_s=bounds.move_after_s,
+            meters=self.meters,
+            later=self._do_later,
+        )
+
+        def gone(worker_id: str, incarnation: str) -> None:
+            legs.worker_gone(worker_id, incarnation)
+            moves.gone(worker_id, incarnation)
+
+        self.fleet = FleetView(gone=gone, drains=moves.drains)
         self.proxy = Proxy(
             router=router,
             clock=clock,
@@ -77,6 +94,7 @@ class Gateway:
             show_pair=show_pair,
             later=self._do_later,
             route_ahead=route_ahead,
+            moves=moves,
         )
         self.requests: set[asyncio.Task[object]] = set()
         self.stopping = False

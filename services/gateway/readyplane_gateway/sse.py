@@ -13,6 +13,8 @@ import msgspec
 # are escaped; an engine that writes it otherwise is read event by event, which is right and slower.
 _TOKEN = b'"finish_reason":null'
 _USAGE = b',"usage":{'
+MOVED = "moved"
+_MOVED = b'"finish_reason":"moved"'
 CARRY_BYTES_MAX = 4 * 1024 * 1024
 DONE = b"data: [DONE]\n\n"
 
@@ -52,9 +54,11 @@ class SseScan:
         events: data events passed on, the end marker and usage chunks not counted.
         usage: the last usage told. done: the end marker was seen.
         error: the raw error object of an error event, empty while there was none.
+        moved: the engine gave the request away; what it says after that is not for the client.
+            Set it back when another engine goes on.
     """
 
-    __slots__ = ("_carry", "_keep_each", "_keep_last", "done", "error", "events", "usage")
+    __slots__ = ("_carry", "_keep_each", "_keep_last", "done", "error", "events", "moved", "usage")
 
     def __init__(self, *, keep_last: bool, keep_each: bool = False) -> None:
         """What the client asked for itself, and is passed on. `keep_last`: the usage chunk at the
@@ -64,7 +68,7 @@ class SseScan:
         self._carry = b""
         self.events = 0
         self.usage: Usage | None = None
-        self.done = False
+        self.done = self.moved = False
         self.error = b""
 
     @property
@@ -102,6 +106,9 @@ class SseScan:
 
     def _event(self, event: bytes) -> bytes:
         """One event: the bytes to pass on, empty to drop it."""
+        if self.moved or _MOVED in event:
+            self.moved = True
+            return b""
         if _TOKEN in event:
             cut = _cut_usage(event)
             if cut is not None:
