@@ -6,8 +6,10 @@ Owned by the clients beside it. A channel is opened at the first call, in the ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -42,9 +44,34 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", int(RECONNECT_MAX_S * 1000)),
+    # Of several addresses one is used until it goes away; which one differs from client to client.
+    ("grpc.service_config", '{"loadBalancingConfig":[{"pick_first":{"shuffleAddressList":true}}]}'),
     # The services of one system are never behind a forward proxy of the environment.
     ("grpc.enable_http_proxy", 0),
 )
+
+
+def target(address: str) -> str:
+    """What gRPC dials for `host:port`, or for several of them separated by commas.
+
+    gRPC takes a list of numbers, not of names: the names of a list are looked up once, here. A
+    single name is left to gRPC, which looks it up again when it must.
+    """
+    parts = [part.strip() for part in address.split(",") if part.strip()]
+    if len(parts) < 2:
+        return address
+    found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
+    for part in parts:
+        host, _, port = part.rpartition(":")
+        with contextlib.suppress(OSError):  # those that have a number must do
+            family, *_, where = socket.getaddrinfo(host.strip("[]"), port)[0]
+            number = f"[{where[0]}]" if family == socket.AF_INET6 else where[0]
+            found[family].append(f"{number}:{port}")
+    if found[socket.AF_INET]:
+        return "ipv4:" + ",".join(found[socket.AF_INET])
+    if found[socket.AF_INET6]:
+        return "ipv6:" + ",".join(found[socket.AF_INET6])
+    return parts[0]
 
 
 def new_id() -> str:
@@ -56,7 +83,8 @@ class ServiceClient:
     """What the four clients share.
 
     Args:
-        address: `host:port` of the service. token: the shared token, empty for none.
+        address: `host:port` of the service, or several of it, separated by commas: calls go to
+            one that answers, and to another when it goes away. token: the shared token, empty for none.
         timeout_s: bound of one call. clock: whose readings ages are turned into.
         make_id: source of request ids.
     """
@@ -90,7 +118,7 @@ class ServiceClient:
     def stub(self) -> Any:
         """The generated stub over this client's channel."""
         if self._stub is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target(self.address), options=OPTIONS)
             self._stub = self._make_stub(self._channel)
         return self._stub
 

@@ -38,7 +38,10 @@ class ServiceSettings(BaseSettings):
     )
     redis_url: str = Field(default="", description="redis://host:port/0")
     registry: str = Field(default="", description="gRPC address of the registry, host:port")
-    router: str = Field(default="", description="gRPC address of the router, host:port")
+    router: str = Field(
+        default="",
+        description="gRPC address of the router, host:port; of several, all, with commas between",
+    )
     planner: str = Field(default="", description="gRPC address of the planner, host:port")
     actuator: str = Field(default="", description="gRPC address of the actuator, host:port")
     token: str = Field(
@@ -54,10 +57,11 @@ class ServiceSettings(BaseSettings):
     @field_validator("registry", "router", "planner", "actuator")
     @classmethod
     def _address(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if value and (not host or not port.isdigit() or "://" in value):
-            message = "write host:port, without http://"
-            raise ValueError(message)
+        for part in value.split(",") if value else ():
+            host, _, port = part.strip().rpartition(":")
+            if not host or not port.isdigit() or "://" in part:
+                message = "write host:port, without http://; several are separated by commas"
+                raise ValueError(message)
         return value
 
     @field_validator("log_level")

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from readyplane.core.errors import (
     Unavailable,
 )
 from readyplane.core.work import EventKind
-from readyplane.core.worker import LoadReport, Role, WorkerState
+from readyplane.core.worker import LoadReport, Role, Serving, WorkerState
 from readyplane.kit.clock import SystemClock
 from readyplane_lab.up.redis_server import EmbeddedRedis
 from tests.router_world import MODEL, PROFILE, SERVED, FakeWorker, events, offer, shape
@@ -54,9 +54,15 @@ class Process:
         return await asyncio.wait_for(self.process.wait(), 20)
 
 
-async def start(tmp_path: Path, name: str, *flags: str, token: str = "") -> Process:
+async def start(
+    tmp_path: Path,
+    name: str,
+    *flags: str,
+    token: str = "",
+    policy: Mapping[str, Any] = POLICY,
+) -> Process:
     ready, log = tmp_path / f"{name}.json", tmp_path / f"{name}.log"
-    (tmp_path / "policy.json").write_text(json.dumps(POLICY))
+    (tmp_path / "policy.json").write_text(json.dumps(policy))
     profiles = tmp_path / "profiles"
     profiles.mkdir(exist_ok=True)
     (profiles / "toy.json").write_text(json.dumps(PROFILE.document()))
@@ -120,7 +126,9 @@ class Renewing:
             await self.stop(name)
 
 
-async def attached(router: RouterClient, name: str, role: Role, **changes: Any) -> FakeWorker:
+async def attached(
+    router: RouterClient, name: str, role: Role, *, serves: Serving | None = None, **changes: Any
+) -> FakeWorker:
     """A worker through the gate of a router without a registry: attached, checks skipped."""
     from readyplane.core import gate_checks as gc
 
@@ -138,7 +146,7 @@ async def attached(router: RouterClient, name: str, role: Role, **changes: Any) 
         "sampling_ok": True,
     }
     changed: dict[str, Any] = {**skipped, "canary": answer}
-    assert await worker.admit(**changed) == ()
+    assert await worker.admit(serves=serves, **changed) == ()
     return worker
 
 
