@@ -63,7 +63,11 @@ def read_yaml(text: str, *, field: str, value: object) -> Any:
         InvalidField: no YAML, more than plain values, or a key that stands twice, with its line.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader, see above
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except _Twice as twice:
         remedy = (
             f"line {twice.line}: the key {twice.key!r} stands in line {twice.first_line} already; "
