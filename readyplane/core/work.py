@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -171,17 +171,25 @@ def sequence_hashes(
     Returns:
         One unsigned 64-bit hash a full block; a partial tail is not hashed.
     """
+    blocks = len(token_ids) // (4 * block_size)
+    if not blocks:
+        return ()
     seed = hash_seed(lora=lora, cache_salt=cache_salt)
-    width = 4 * block_size
-    view = memoryview(token_ids)
-    digest = xxhash.xxh3_64_intdigest
-    out: list[int] = []
-    value = 0
-    for start in range(0, len(view) - width + 1, width):
-        local = digest(view[start : start + width], seed)
-        value = digest(_TWO_HASHES(value, local), HASH_SEED) if start else local
+    digest, two = xxhash.xxh3_64_intdigest, _TWO_HASHES
+    cut = _blocks_of(4 * block_size)
+    whole = memoryview(token_ids)[: blocks * 4 * block_size]
+    first, *others = [digest(block, seed) for (block,) in cut(whole)]
+    out, value = [first], first
+    for local in others:
+        value = digest(two(value, local), HASH_SEED)
         out.append(value)
     return tuple(out)
+
+
+@lru_cache(maxsize=16)
+def _blocks_of(width: int) -> Callable[[memoryview], Iterator[tuple[bytes]]]:
+    """Cuts a prompt into blocks of so many bytes: no step of it is one of the interpreter's."""
+    return Struct(f"{width}s").iter_unpack
 
 
 def _no_counts() -> NDArray[np.float64]:

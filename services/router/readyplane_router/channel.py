@@ -13,6 +13,7 @@ import math
 from collections import deque
 from typing import Any
 
+from hiredis import pack_command
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as NotConnected
@@ -20,11 +21,16 @@ from redis.exceptions import RedisError, ResponseError
 
 
 class Channel:
-    """Calls over one connection, made like those of `client`'s pool at the first call."""
+    """Calls over one connection, made like those of `client`'s pool at the first call.
+
+    `life`: the server that may be called, by its run id; another one is refused, so that a server
+    that was restarted is never asked to compare with what it has forgotten. Empty: any.
+    """
 
     def __init__(self, client: Redis, *, silent_s: float) -> None:
         """`silent_s`: how long an answer may take."""
-        self._pool = client.connection_pool
+        self.life = ""
+        self._client = client
         self._silent_s = silent_s
         self._line: _Line | None = None
         self._opening = asyncio.Lock()
@@ -58,15 +64,24 @@ class Channel:
                 if self._line is not None:
                     await self._drop(self._line)
                 connection: AbstractConnection
-                connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
+                connection = self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
                 try:
                     await connection.connect()  # type: ignore[no-untyped-call]
+                    await self._check_life(connection)
                 except BaseException:
                     await connection.disconnect(nowait=True)
                     raise
                 connection.socket_timeout = None  # each call has its own
                 self._line = _Line(connection)
             return self._line
+
+    async def _check_life(self, connection: AbstractConnection) -> None:
+        if not self.life:
+            return
+        await connection.send_command("INFO", "server")
+        told = await connection.read_response()
+        if f"run_id:{self.life}".encode() not in bytes(told):
+            raise NotConnected("another life of the server answers, which has yet to be told")
 
     async def _drop(self, line: _Line) -> None:
         if self._line is line:
@@ -91,10 +106,10 @@ class _Line:
     async def call(self, command: tuple[Any, ...]) -> Any:
         """Write one command and wait for its answer."""
         answer = asyncio.get_running_loop().create_future()
-        packed = self._connection.pack_command(*command)
+        packed = pack_command(command)
         self._waiting.append(answer)  # nothing is awaited between this and the writing
         try:
-            await self._connection.send_packed_command(packed, check_health=False)
+            await self._connection.send_packed_command([packed], check_health=False)
         except BaseException:
             self._broken = True  # perhaps half written
             raise
