@@ -9,6 +9,7 @@ cost      upper bound over the mean rate, both summed: what the head-room costs.
 
 The rates are those that the planner would see every tick: uncached prompt tokens for prefill, and
 arrivals times the recent mean output for decode. What is judged begins after ten minutes.
+`--apart` tells instead how top clients apart compare with the whole (see `bench.forecast_clients`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,14 +72,15 @@ def rates(name: str, scale: float, from_s: float, span_s: float) -> tuple[Floats
     arrived = _a_tick(place, np.ones(len(rows)), ticks) / TICK_S
     p = _a_tick(place, uncached, ticks) / TICK_S
     made = _a_tick(place, output, ticks)
-    return p, arrived * _recent_mean(made, arrived * TICK_S)
+    return p, arrived * recent_mean(made, arrived * TICK_S)
 
 
 def _a_tick(place: NDArray[np.int64], values: Floats, ticks: int) -> Floats:
     return np.asarray(np.bincount(place, weights=values, minlength=ticks), dtype=np.float64)
 
 
-def _recent_mean(tokens: Floats, requests: Floats) -> Floats:
+def recent_mean(tokens: Floats, requests: Floats) -> Floats:
+    """Mean output before each tick, fading, as the planner follows it."""
     fade = float(np.exp(-TICK_S / OUTPUT_TAU_S))
     out = np.empty(len(tokens))
     top, bottom = 10 * 256.0, 10.0
@@ -157,7 +160,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="back-test of the forecast")
     parser.add_argument("--input", action="append", choices=[row[0] for row in INPUTS])
     parser.add_argument("--quantile", type=float, default=0.9)
+    parser.add_argument(
+        "--apart", action="store_true", help="top clients apart, on labelled traffic, instead"
+    )
     given = parser.parse_args()
+    if given.apart:
+        forecast_clients = import_module("bench.forecast_clients")  # which takes its measures here
+        forecast_clients.report(Knobs(quantile=given.quantile))
+        return 0
     began_s = time.process_time()
     found = measure(Knobs(quantile=given.quantile), given.input or ())
     print(f"{'input':20} work  H    wape  cover pinball  cost")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -185,3 +186,12 @@ def test_a_drawn_day_is_a_sequence_of_requests() -> None:
     assert requests[5].parts != requests[6].parts
     with pytest.raises(IndexError):
         requests[len(requests)]
+
+
+@needs_data
+def test_a_label_is_the_client_and_changes_nothing_else() -> None:
+    plain, labelled = (servegen_day("m-large", 9, 0.001, 1, labelled=yes) for yes in (False, True))
+    assert [replace(r, tenant="") for r in labelled] == list(plain)
+    assert {r.tenant for r in plain} == {""}
+    assert labelled[7].tenant == f"client-{labelled.columns.client[7]}" == list(labelled)[7].tenant
+    assert len({r.tenant for r in labelled}) > 20

@@ -4,9 +4,10 @@ Owns how levels and margins of several series become those of their sum, and whe
 forecast better than the series of the whole. Nothing is used of it before it has, and nothing while
 it has not, so that labels can only help.
 
-Levels add up. Margins add up as their squares do where clients are independent (too lean where they
+Levels add up, and margins add up as their squares do where clients are independent (too lean where they
 follow the same day) and as they are where they move as one (too dear): the sum is formed with three
-correlations, and which is right is told by what their bounds lost, beside that of the whole.
+correlations, and which is right is told by what their bounds lost, beside that of the whole. Only the
+bound is moved: the sum's level is on the whole no better than the one that is there.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ CORRELATIONS = (0.0, 0.3, 1.0)
 BELIEF = (0.5, 1 / 6, 1 / 6, 1 / 6)
 """Of the whole's bound and of the sum's with each correlation, before any was judged."""
 MIX_RATE = 4.0
-MIX_MEMORY, GATE_MEMORY = 0.99, 0.97
+MEMORY = 0.99
 LOSS_SCALE = 20.0
 AWAITED_MAX = 10
-JUDGED_MIN = 30
-REACH = (0.3, 1.5)
-"""Horizons asked for, over the judged one, between which that stays the judged one."""
+JUDGED_MIN = 40
+REACH = (0.6, 1.6)
+"""Horizons asked for, over the judged one, between which that stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,12 @@ class Awaited:
     """Forecasts whose truth is not known yet.
 
     Attributes:
-        total: work of the whole when they were made. levels: of the whole, and the one to go by.
-        uppers: of the whole, of the sum with each correlation, and the one to go by. Both are empty
+        uppers: of the whole, of the sum with each correlation, and the one to go by; empty
             while nobody is apart yet.
         scale: what a loss is a share of. peak: the largest rate seen since.
     """
 
     made_s: float
-    total: float
-    levels: tuple[float, ...]
     uppers: tuple[float, ...]
     scale: float
     peak: float = 0.0
@@ -57,23 +55,21 @@ class Apart:
 
     Attributes:
         horizon_s: the judged one. lost: fading pinball loss of the whole's bound and of the sum's
-            with each correlation. bounds, levels: faster fading, of (the whole's, the one to go by).
+            with each correlation. gone_by: the same of (the whole's, the one to go by).
     """
 
     parts: Parts = field(default_factory=Parts)
     horizon_s: float = 0.0
     awaited: tuple[Awaited, ...] = ()
     lost: tuple[float, ...] = (0.0,) * len(BELIEF)
-    bounds: tuple[float, ...] = (0.0, 0.0)
-    levels: tuple[float, ...] = (0.0, 0.0)
+    gone_by: tuple[float, ...] = (0.0, 0.0)
     judged: int = 0
 
     @property
-    def used(self) -> tuple[bool, bool]:
-        """Whether its level and its bound are gone by: only while they lose less than the whole's."""
-        if self.judged < JUDGED_MIN or not self.parts.any_alone:
-            return False, False
-        return self.levels[1] < self.levels[0], self.bounds[1] < self.bounds[0]
+    def used(self) -> bool:
+        """Whether its bound is gone by: only while it loses less than the whole's."""
+        known = self.judged >= JUDGED_MIN and self.parts.any_alone
+        return known and self.gone_by[1] < self.gone_by[0]
 
 
 def seen(
@@ -107,14 +103,11 @@ def interrupted(apart: Apart) -> Apart:
 
 def chosen(apart: Apart, whole: Series, made: Forecast, *, knobs: Knobs) -> Forecast:
     """The forecast to go by: `made` of the whole, or what is better of it with the sum."""
-    by_level, by_bound = apart.used
-    if not (by_level or by_bound):
+    if not apart.used:
         return made
-    found = [bounds.outlooks(s, (made.horizon_s,), knobs)[0] for s in apart.parts.apart]
-    levels, uppers = _ahead(apart, whole, found, made.level, made.upper, made.horizon_s, knobs)
-    level = levels[-1] if by_level else made.level
-    upper = max(uppers[-1] if by_bound else made.upper, level, made.now)
-    return replace(made, level=level, upper=upper, lower=max(0.0, 2.0 * level - upper))
+    ahead = _uppers(apart, whole, made.upper, made.horizon_s, knobs)
+    upper = max(ahead[-1], made.level, made.now)
+    return replace(made, upper=upper, lower=max(0.0, 2.0 * made.level - upper))
 
 
 def remembered(
@@ -124,22 +117,23 @@ def remembered(
     if not apart.parts.each or not judgeable(whole, now_s=now_s, knobs=knobs):
         return apart
     apart = _at(apart, horizon_s)
-    at_s = apart.horizon_s
-    if apart.awaited and now_s - apart.awaited[-1].made_s < spacing_s(at_s) - 1e-9:
+    judged_s = apart.horizon_s
+    if apart.awaited and now_s - apart.awaited[-1].made_s < spacing_s(judged_s) - 1e-9:
         return apart
-    rest, of_rest = kept(apart.parts.rest, at_s, now_s=now_s, knobs=knobs)
-    found, each = [of_rest], []
-    for part in apart.parts.each:
-        series, one = kept(part.series, at_s, now_s=now_s, knobs=knobs)
-        each.append(replace(part, series=series))
-        if part.alone:
-            found.append(one)
-    apart = replace(apart, parts=Parts(tuple(each), rest))
-    own = bounds.outlooks(whole, (at_s,), knobs)[0]
-    levels, uppers = _ahead(apart, whole, found, own.level, own.upper, at_s, knobs)
-    if not apart.parts.any_alone:  # the rest is the whole: there is nothing to compare
-        levels, uppers = (), ()
-    item = Awaited(now_s, whole.total, levels, uppers, own.scale)
+    of_s = _kept_at(judged_s)
+    each = tuple(
+        [
+            replace(p, series=kept(p.series, of_s, now_s=now_s, knobs=knobs))
+            for p in apart.parts.each
+        ]
+    )
+    rest = kept(apart.parts.rest, of_s, now_s=now_s, knobs=knobs)
+    apart = replace(apart, parts=Parts(each, rest))
+    own = bounds.outlooks(whole, (judged_s,), knobs)[0]
+    uppers: tuple[float, ...] = ()
+    if apart.parts.any_alone:  # else the rest is the whole: there is nothing to compare
+        uppers = _uppers(apart, whole, own.upper, judged_s, knobs)
+    item = Awaited(now_s, uppers, own.scale)
     return replace(apart, awaited=(*apart.awaited, item)[-AWAITED_MAX:])
 
 
@@ -150,16 +144,15 @@ def scaled(apart: Apart, factor: float) -> Apart:
     return replace(apart, parts=parts.of_times(apart.parts, factor), awaited=())
 
 
-def _ahead(
+def _uppers(
     apart: Apart,
     whole: Series,
-    found: Sequence[bounds.Outlook],
-    level: float,
     upper: float,
     horizon_s: float,
     knobs: Knobs,
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(levels, bounds) as `Awaited` has them, from those of the whole and of its parts."""
+) -> tuple[float, ...]:
+    """Bounds as `Awaited` has them, from that of the whole and what its parts say."""
+    found = [bounds.outlooks(s, (horizon_s,), knobs)[0] for s in apart.parts.apart]
     summed = math.fsum(o.level for o in found)
     margins = [max(0.0, o.upper - o.level) for o in found]
     squares, plain = math.fsum(m * m for m in margins), math.fsum(margins)
@@ -173,18 +166,25 @@ def _ahead(
         b * math.exp(-MIX_RATE * (lost - least)) for b, lost in zip(BELIEF, apart.lost, strict=True)
     ]
     mixed = math.fsum(w * u for w, u in zip(weights, uppers, strict=True)) / math.fsum(weights)
-    # Half of each: levels of the whole and of the sum err in different ways.
-    return (level, (level + summed) / 2.0), (*uppers, mixed)
+    return (*uppers, mixed)
 
 
 def _at(apart: Apart, horizon_s: float) -> Apart:
-    """Judged at the horizon of forecasts next above, which is kept while it is near enough."""
+    """Judged at the horizon of the forecasts, which is kept while they stay near it."""
     if apart.horizon_s and REACH[0] <= horizon_s / apart.horizon_s <= REACH[1]:
         return apart
-    at_s = next((h for h in HORIZONS_S if h >= horizon_s), HORIZONS_S[-1])
-    if at_s == apart.horizon_s:
-        return apart
-    return Apart(apart.parts.with_horizon(at_s), at_s)
+    parts_now = apart.parts
+    if not apart.horizon_s or _kept_at(horizon_s) != _kept_at(apart.horizon_s):
+        parts_now = parts_now.with_horizon(_kept_at(horizon_s))
+    return Apart(parts_now, horizon_s)
+
+
+def _kept_at(horizon_s: float) -> float:
+    """The horizon at which each part is judged: the next longer one of the whole's.
+
+    A part's bound comes down from there by the root of the horizons.
+    """
+    return next((h for h in HORIZONS_S if h >= horizon_s), HORIZONS_S[-1])
 
 
 def _judged(apart: Apart, whole: Series, *, now_s: float, knobs: Knobs) -> Apart:
@@ -200,25 +200,22 @@ def _judged(apart: Apart, whole: Series, *, now_s: float, knobs: Knobs) -> Apart
         (due if age_s >= apart.horizon_s - 1e-9 else left).append(now)
     apart = replace(apart, awaited=tuple(left))
     for item in due:
-        apart = _scored(apart, item, whole.total, now_s=now_s, knobs=knobs)
+        apart = _scored(apart, item, knobs)
     return apart
 
 
-def _scored(apart: Apart, item: Awaited, total: float, *, now_s: float, knobs: Knobs) -> Apart:
+def _scored(apart: Apart, item: Awaited, knobs: Knobs) -> Apart:
     if not item.uppers:
         return apart
-    mean = (total - item.total) / max(1e-9, now_s - item.made_s)
-    scale = max(item.scale, mean, item.peak, 1e-9) / LOSS_SCALE
-    off = [abs(mean - level) / scale for level in item.levels]
+    scale = max(item.scale, item.peak, 1e-9) / LOSS_SCALE
     lost = [bounds.pinball(item.peak - u, knobs.quantile) / scale for u in item.uppers]
     return replace(
         apart,
-        lost=_faded(apart.lost, lost[:-1], MIX_MEMORY),
-        bounds=_faded(apart.bounds, [lost[0], lost[-1]], GATE_MEMORY),
-        levels=_faded(apart.levels, off, GATE_MEMORY),
+        lost=_faded(apart.lost, lost[:-1]),
+        gone_by=_faded(apart.gone_by, [lost[0], lost[-1]]),
         judged=apart.judged + 1,
     )
 
 
-def _faded(before: Sequence[float], now: Sequence[float], memory: float) -> tuple[float, ...]:
-    return tuple([memory * a + (1.0 - memory) * b for a, b in zip(before, now, strict=True)])
+def _faded(before: Sequence[float], now: Sequence[float]) -> tuple[float, ...]:
+    return tuple([MEMORY * a + (1.0 - MEMORY) * b for a, b in zip(before, now, strict=True)])

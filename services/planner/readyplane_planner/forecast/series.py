@@ -95,17 +95,17 @@ def judgeable(series: Series, *, now_s: float, knobs: Knobs) -> bool:
     return bool(series.ewma) and now_s - (series.begun_s or 0.0) >= knobs.window_s
 
 
-def kept(
-    series: Series, horizon_s: float, *, now_s: float, knobs: Knobs
-) -> tuple[Series, bounds.Outlook]:
-    """(the series with a forecast of that one horizon kept until its truth is known, it)."""
+def kept(series: Series, horizon_s: float, *, now_s: float, knobs: Knobs) -> Series:
+    """With a forecast of that one horizon kept until its truth is known, where one is due."""
     if not series.tracks:
         series = replace(series, tracks=(Track(horizon_s),))
+    if not all(_spaced(t, now_s) for t in series.tracks):
+        return series
     one = bounds.outlooks(series, (horizon_s,), knobs)[0]
     tracks = tuple(
         _kept(t, one, series.total, now_s) if t.horizon_s == horizon_s else t for t in series.tracks
     )
-    return replace(series, tracks=tracks), one
+    return replace(series, tracks=tracks)
 
 
 def broken(series: Series) -> Series:
