@@ -20,7 +20,7 @@ import msgspec
 
 from readyplane.core.errors import ReadyplaneError
 from readyplane.kit.clock import Clock
-from readyplane_planner import guard, rollout
+from readyplane_planner import forecast, guard, rollout
 from readyplane_planner.actuators import Hand
 from readyplane_planner.decide import (
     Decision,
@@ -34,6 +34,7 @@ from readyplane_planner.decide import (
     ownership,
     rations,
 )
+from readyplane_planner.forecast import Series
 from readyplane_planner.journal import Journal, Outcome, Record, decode_inputs, replayed
 
 log = logging.getLogger(__name__)
