@@ -1,17 +1,22 @@
 """One way to connect to Redis or Valkey, and the check that it never evicts what is alive.
 
-Hands a client with bounded waits to the stores; the stores turn its errors into `Unavailable`.
+Hands a client with bounded waits to the stores; the stores turn its errors into `Unavailable`. One
+server, a master found by Sentinel, or a cluster: what the address says.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any, cast
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import redis.asyncio
+from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from readyplane.core.errors import InvalidField, Refused, Unavailable
 from readyplane.kit.telemetry import mask_url
@@ -19,35 +24,117 @@ from readyplane.kit.telemetry import mask_url
 CONNECT_TIMEOUT_S = 2.0
 CALL_TIMEOUT_S = 5.0
 CONNECTIONS_MAX = 64
+PORT, SENTINEL_PORT = 6379, 26379
+REMEDY = (
+    "write redis://host:port/0, rediss://…, unix://path, redis+sentinel://host:port,…/master/0 or "
+    "redis+cluster://host:port,… (rediss+… with TLS)"
+)
 
 
 def connect(url: str) -> redis.asyncio.Redis:
-    """A client for `redis://`, `rediss://` or `unix://`; connects at the first command.
+    """A client for what `url` names; connects at the first command.
 
     Values come back as bytes. A command waits `CALL_TIMEOUT_S` at most, so a blocking read
     (`XREAD BLOCK`) must ask for less than that.
 
+    Args:
+        url: `redis://`, `rediss://` or `unix://` for one server;
+            `redis+sentinel://user:password@host:port,host:port/master/0` for the master that those
+            Sentinels name; `redis+cluster://user:password@host:port,host:port` for a cluster, by
+            some of its nodes. `rediss+sentinel`, `rediss+cluster`: with TLS.
+
     Raises:
         InvalidField: `redis_url` is empty or malformed.
     """
-    remedy = "write redis://host:port/0, rediss://… or unix://path"
     if not url:
-        raise InvalidField("redis_url", url, remedy)
+        raise InvalidField("redis_url", url, REMEDY)
     try:
-        return redis.asyncio.Redis.from_url(
-            url,
-            socket_connect_timeout=CONNECT_TIMEOUT_S,
-            socket_timeout=CALL_TIMEOUT_S,
-            socket_keepalive=True,
-            health_check_interval=15,
-            max_connections=CONNECTIONS_MAX,
-            # A command whose answer was lost may have been done: whoever knows whether it may be
-            # done twice repeats it. (A connection found closed is replaced before it is used.)
-            retry=Retry(NoBackoff(), 0),
-            client_name="readyplane",
-        )
+        scheme = urlsplit(url).scheme
+        if scheme in ("redis+sentinel", "rediss+sentinel"):
+            return _by_sentinel(urlsplit(url), _options())
+        if scheme in ("redis+cluster", "rediss+cluster"):
+            return _of_cluster(urlsplit(url), _options())
+        return redis.asyncio.Redis.from_url(url, max_connections=CONNECTIONS_MAX, **_options())
     except ValueError as error:
-        raise InvalidField("redis_url", mask_url(url), f"{remedy} ({error})") from error
+        raise InvalidField("redis_url", mask_url(url), f"{REMEDY} ({error})") from error
+
+
+def is_cluster(client: redis.asyncio.Redis) -> bool:
+    """Whether keys of different slots may be on different servers."""
+    return isinstance(client, RedisCluster)
+
+
+def _options() -> dict[str, Any]:
+    return {
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "socket_timeout": CALL_TIMEOUT_S,
+        "socket_keepalive": True,
+        "health_check_interval": 15,
+        # A command whose answer was lost may have been done: whoever knows whether it may be
+        # done twice repeats it. (A connection found closed is replaced before it is used.)
+        "retry": Retry(NoBackoff(), 0),
+        "client_name": "readyplane",
+    }
+
+
+class _OfSentinel(redis.asyncio.Redis):
+    """A client of the master of the moment; it closes what asks for it, too."""
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Close the connections to master and Sentinels."""
+        await super().aclose(close_connection_pool)
+        manager = self.connection_pool.sentinel_manager  # type: ignore[attr-defined]
+        for sentinel in manager.sentinels:
+            await sentinel.aclose()
+
+
+def _by_sentinel(url: SplitResult, options: dict[str, Any]) -> redis.asyncio.Redis:
+    parts = [part for part in url.path.split("/") if part]
+    if not 1 <= len(parts) <= 2:
+        message = "name the master that the Sentinels watch, then the database"
+        raise ValueError(message)
+    login = _login(url) | ({"ssl": True} if url.scheme.startswith("rediss") else {})
+    shared = {k: v for k, v in options.items() if k.startswith("socket_") or k == "retry"}
+    manager = Sentinel(  # type: ignore[no-untyped-call]
+        _hosts(url, SENTINEL_PORT),
+        sentinel_kwargs=shared | login,
+        **options,
+        **login,
+        db=int(parts[1]) if len(parts) > 1 else 0,
+        max_connections=CONNECTIONS_MAX,
+    )
+    return cast("redis.asyncio.Redis", manager.master_for(parts[0], redis_class=_OfSentinel))
+
+
+def _of_cluster(url: SplitResult, options: dict[str, Any]) -> redis.asyncio.Redis:
+    if url.path not in ("", "/", "/0"):
+        message = "a cluster has database 0 only"
+        raise ValueError(message)
+    nodes = [ClusterNode(host, port) for host, port in _hosts(url, PORT)]
+    made = RedisCluster(
+        startup_nodes=nodes,
+        ssl=url.scheme.startswith("rediss"),
+        max_connections=CONNECTIONS_MAX,
+        **options,
+        **_login(url),
+    )
+    return cast("redis.asyncio.Redis", made)  # the same commands, sent to the node of the key
+
+
+def _login(url: SplitResult) -> dict[str, Any]:
+    given = {"username": url.username, "password": url.password}
+    return {name: unquote(value) for name, value in given.items() if value}
+
+
+def _hosts(url: SplitResult, port: int) -> list[tuple[str, int]]:
+    out = []
+    for part in url.netloc.rpartition("@")[2].split(","):
+        parsed = urlsplit(f"//{part}")
+        if not parsed.hostname:
+            message = f"{part!r} names no host"
+            raise ValueError(message)
+        out.append((parsed.hostname, parsed.port or port))
+    return out
 
 
 @contextlib.contextmanager
@@ -55,7 +142,7 @@ def redis_errors(what: str = "Redis") -> Iterator[None]:
     """Turn an unreachable or refusing store into `Unavailable`, with its own words."""
     try:
         yield
-    except (RedisError, OSError, TimeoutError) as error:
+    except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
         raise Unavailable(
             f"{what} does not answer ({type(error).__name__}: {mask_url(str(error))})",
             "check that it runs and that redis_url points at it",
@@ -70,12 +157,20 @@ async def check_eviction(client: redis.asyncio.Redis) -> None:
         Unavailable: the store cannot be reached.
     """
     with redis_errors():
-        memory = await client.info("memory")
-    policy = memory.get("maxmemory_policy", "noeviction")
-    policy = policy.decode() if isinstance(policy, bytes) else str(policy)
-    if policy != "noeviction":
+        found = await facts_of(client, "memory")
+    policies = {str(memory.get("maxmemory_policy", "noeviction")) for memory in found}
+    for policy in policies - {"noeviction"}:
         raise Refused(
             "Redis as the store of leases",
             [f"its maxmemory-policy is {policy}, which evicts live keys when memory is full"],
             "set maxmemory-policy to noeviction",
         )
+
+
+async def facts_of(client: redis.asyncio.Redis, section: str) -> list[dict[str, Any]]:
+    """A section of INFO from each server that is written to, in a fixed order."""
+    if not is_cluster(client):
+        return [await client.info(section)]
+    found = await client.info(section, target_nodes=RedisCluster.PRIMARIES)
+    one = not isinstance(next(iter(found.values()), None), dict)
+    return [found] if one else [found[name] for name in sorted(found)]

@@ -70,3 +70,14 @@ async def test_a_silent_connection_is_given_up(client: Redis) -> None:
     await channel.aclose()
     assert await channel.call("PING") == b"PONG"
     await channel.aclose()
+
+
+async def test_a_server_in_another_life_is_not_called(client: Redis, redis_url: str) -> None:
+    """A store that was restarted is first told who is alive; until then it compares with nothing."""
+    channel = Channel(client, silent_s=2.0)
+    channel.life = "another"
+    with pytest.raises(RedisError, match="another life"):
+        await channel.call("PING")
+    channel.life = (await client.info("server"))["run_id"]
+    assert await channel.call("PING") == b"PONG"
+    await channel.aclose()

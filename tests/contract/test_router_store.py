@@ -1,6 +1,7 @@
 """One suite for both stores of the router: what is taken, what is given back, who is alive."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from redis.crc import key_slot
 
 from readyplane.core.worker import LoadReport, Role, WorkerState
 from readyplane.kit.clock import SystemClock
 from readyplane.kit.redis import connect
 from readyplane_router import lease
+from readyplane_router import redis as router_redis
 from readyplane_router.redis import RedisStore
 from readyplane_router.seats import ALL_SIDES, INCOMPLETE, PUT_BACK, TWIN, Side, Take, Taken, Use
 from readyplane_router.store import (
@@ -478,3 +481,27 @@ async def test_a_leaders_number_only_grows_by_model(case: Case) -> None:
     assert [await store.fence(M, n) for n in (3, 7, 5, 7)] == [3, 7, 7, 7]
     assert await store.fence("other", 2) == 2
     assert await store.fence(M, 1) == 7
+
+
+# --------------------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize("model", ["demo", "org/name:8b", "{odd}", "a b"])
+def test_all_keys_of_a_model_are_in_one_slot(model: str) -> None:
+    """A cluster runs a script only where all its keys are, and keeps a model's keys together."""
+    keys = [
+        *router_redis._keys(model),
+        router_redis._log_key(model),
+        router_redis._snapshot_key(model, "p0", "p0-1"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert len({key_slot(key.encode()) for key in keys}) == 1
+
+
+def test_the_script_touches_the_keys_that_it_is_given_and_no_other() -> None:
+    text = re.sub(r"--[^\n]*", "", router_redis.SCRIPT)
+    declared = re.findall(r"(\w+(?:, \w+)*) =\s+(KEYS\[\d\](?:, KEYS\[\d\])*)", text)
+    names = [name for names, _ in declared for name in names.split(", ")]
+    assert len(names) == len(router_redis.PARTS) == sum(k.count("KEYS") for _, k in declared)
+    touched = re.findall(r"redis\.call\('(\w+)'(?:, ([^,)]+))?", text)
+    assert {key for command, key in touched if command not in ("TIME", "PUBLISH")} <= set(names)

@@ -166,7 +166,18 @@ async def test_a_redis_that_is_away(free_port: int) -> None:
     await client.aclose()
 
 
-@pytest.mark.parametrize("url", ["", "http://x", "redis://h:port/0"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://x",
+        "redis://h:port/0",
+        "redis+sentinel://h:1",  # which master?
+        "redis+sentinel://h:1/fleet/0/1",
+        "redis+cluster://:secret@h:1,:2",
+        "redis+cluster://h:1/3",
+    ],
+)
 def test_a_redis_url_that_is_none(url: str) -> None:
     with pytest.raises(InvalidField, match="redis_url"):
         connect(url)

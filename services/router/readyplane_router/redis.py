@@ -21,7 +21,7 @@ import redis.asyncio
 from redis.exceptions import NoScriptError
 
 from readyplane.core.worker import WorkerState
-from readyplane.kit.redis import redis_errors
+from readyplane.kit.redis import facts_of, is_cluster, redis_errors
 from readyplane_router import lease
 from readyplane_router.bundle import BUNDLE_OPERATIONS_MAX, Bundles
 from readyplane_router.channel import Channel
@@ -65,11 +65,13 @@ class RedisStore:
         self._timeout_s = call_timeout_s
         self._channel = Channel(client, silent_s=call_timeout_s)
         self._bundles = Bundles(self._send_bundle)
+        self._clustered = is_cluster(client)
         self._known: set[str] = set()
 
     async def identity(self) -> str:
-        server = await self._bounded(self._redis.info("server"))
-        return str(server["run_id"])
+        servers = await self._bounded(facts_of(self._redis, "server"))
+        self._channel.life = str(servers[0]["run_id"])
+        return "+".join(str(server["run_id"]) for server in servers)
 
     async def attend(self, router_id: str, *, ttl_s: float) -> int:
         async def call() -> int:
@@ -288,7 +290,7 @@ class RedisStore:
         }
         await self._bounded(
             self._redis.xadd(
-                f"{PREFIX}:{{{model}}}:kv",
+                _log_key(model),
                 values,  # type: ignore[arg-type]  # a dict of bytes and text is what it takes
                 maxlen=KV_LOG_BATCHES_MAX,
                 approximate=True,
@@ -297,7 +299,7 @@ class RedisStore:
 
     async def read_kv(self, model: str, after: str) -> list[KvEntry]:
         found = await self._bounded(
-            self._redis.xrange(f"{PREFIX}:{{{model}}}:kv", min=f"({after}" if after else "-")
+            self._redis.xrange(_log_key(model), min=f"({after}" if after else "-")
         )
         return [
             KvEntry(
@@ -392,9 +394,16 @@ class RedisStore:
         command = (len(PARTS), *_keys(model), op, CHANGES, model, *args)
         with redis_errors():
             try:
-                return await self._channel.call("EVALSHA", SCRIPT_SHA, *command)
+                return await self._send("EVALSHA", SCRIPT_SHA, *command)
             except NoScriptError:
-                return await self._channel.call("EVAL", SCRIPT, *command)
+                return await self._send("EVAL", SCRIPT, *command)
+
+    async def _send(self, *command: Any) -> Any:
+        if not self._clustered:
+            return await self._channel.call(*command)
+        # The client knows the node of the slot, and learns where it has moved.
+        async with asyncio.timeout(self._timeout_s):
+            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
     async def _bounded(self, call: Any) -> Any:
         with redis_errors():
@@ -409,6 +418,10 @@ def _keys(model: str) -> tuple[str, ...]:
 
 def _ration_key(model: str) -> str:
     return f"{PREFIX}:{{{model}}}:ration"
+
+
+def _log_key(model: str) -> str:
+    return f"{PREFIX}:{{{model}}}:kv"
 
 
 def _snapshot_key(model: str, worker_id: str, incarnation: str) -> str:
