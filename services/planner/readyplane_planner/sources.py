@@ -217,7 +217,9 @@ def router_sample(signals: RouterSignals, model: str, *, taken_s: float) -> Rout
         workers=tuple(w for w in signals.fleet.workers.values() if w.offer.model == model),
         degraded=signals.fleet.degraded,
         priorities=tuple(
-            PriorityWork(p.priority, p.arrivals_total, p.arrival_uncached_tokens_total)
+            PriorityWork(
+                p.priority, float(p.arrivals_total), float(p.arrival_uncached_tokens_total)
+            )
             for p in part.priorities
         ),
         ration=None if part.ration is None else asdict(part.ration),
