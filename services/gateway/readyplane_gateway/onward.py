@@ -77,6 +77,7 @@ class Onward:
 
         async def read(now: DecodeLeg) -> bool:
             nonlocal answer
+            await now.accepted()  # such an answer has no head before its end
             data, usage, moved = await now.whole()
             answer = data, usage
             return moved
@@ -134,7 +135,8 @@ class Onward:
             within_s=bounds.decode_first_s_max if ask.stream else bounds.decode_total_s_max,
         )
         with leg:
-            await leg.accepted()
+            if ask.stream:
+                await leg.accepted()
             await self._follow(way, leg, read, given)
 
     async def _again(

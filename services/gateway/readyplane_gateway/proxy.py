@@ -309,8 +309,8 @@ class Proxy:
                 within_s=within_s,
             )
             with leg:
-                await leg.accepted()
                 if ask.stream:
+                    await leg.accepted()
                     failure = await self._stream(way, booking, leg, handover)
                 else:
                     failure = await self._answer(way, booking, leg, handover)
