@@ -1,6 +1,7 @@
 """Whole lives of an agent against twins: start, serve, drain, leave, and every way to fail."""
 
 import asyncio
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,12 +217,12 @@ async def test_sigterm_drains_before_leaving(tmp_path: Path) -> None:
         assert w.engine.stopped == 1
 
 
-async def test_a_second_sigterm_leaves_at_once(tmp_path: Path) -> None:
+async def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
     async with living(tmp_path) as w:
         running = await ready(w)
         w.engine.idle = False
-        w.life.signalled()
-        w.life.signalled()
+        w.life.signalled(signal.SIGINT)
+        w.life.signalled(signal.SIGINT)
         assert await asyncio.wait_for(running, 3) is ExitCode.LEFT
         assert w.engine.stopped == 1
         assert w.router.left

@@ -115,7 +115,7 @@ async def _live(settings: AgentSettings, trace: StartTrace) -> int:
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, life.signalled)
+            loop.add_signal_handler(number, life.signalled, number)
         trace.add(
             SegmentName.RUNTIME_IMPORT, trace.process_start_s, clock.monotonic_s(), "agent process"
         )

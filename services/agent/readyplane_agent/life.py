@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -283,8 +284,10 @@ class Life:
 
     # ----------------------------------------------------------------------- what ends a life
 
-    def signalled(self) -> None:
-        """SIGTERM or SIGINT: drain and leave; a second one leaves at once."""
+    def signalled(self, number: int = signal.SIGTERM) -> None:
+        """SIGTERM or SIGINT: drain and leave. Again, SIGTERM changes nothing (B65), SIGINT leaves."""
+        if self.state is State.DRAINING and number == signal.SIGTERM:
+            return
         if self.state in SERVES and self.state is not State.DRAINING:
             log.info("asked to end by a signal: draining")
             self._begin_drain(self.settings.drain_deadline_s, "the agent was asked to end")

@@ -329,9 +329,7 @@ def _give_up(
     acted.memory = replace(acted.memory, lives=lives)
     ready += [w for w in (*pool.ready, *waiting) if w.worker_id in going and w not in ready]
     for worker in ready:
-        why = (
-            f"holds {worker.active} sequences and {worker.promised_prefill_tokens} promised tokens"
-        )
+        why = victims.shown(worker)
         acted.drains.append(
             Drain(worker.worker_id, pool.name, worker.epoch, plan.drain_deadline_s, why)
         )

@@ -28,6 +28,15 @@ def score(worker: WorkerView, *, digest: str) -> tuple[float, ...]:
     )
 
 
+def shown(worker: WorkerView) -> str:
+    """Its score in words, for the record of the decision (B66)."""
+    kv = "an unknown share" if worker.kv_usage is None else f"{worker.kv_usage:.0%}"
+    return (
+        f"holds {worker.active} sequences, {worker.promised_prefill_tokens} promised tokens and "
+        f"{kv} of its KV; ready for {worker.ready_age_s or 0.0:.0f} s"
+    )
+
+
 def from_ready(
     workers: Iterable[WorkerView], count: int, *, digest: str, min_ready_s: float
 ) -> list[WorkerView]:
