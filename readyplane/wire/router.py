@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from readyplane.core.breakdown import ClientSignals, GenerationSignals
 from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane.core.ration import PrioritySignals, Ration
 from readyplane.core.work import (
@@ -19,11 +20,9 @@ from readyplane.core.work import (
 )
 from readyplane.ports import (
     GPU,
-    ClientSignals,
     Directive,
     End,
     GateVerdict,
-    GenerationSignals,
     GroupStatus,
     KvEvent,
     KvEventBatch,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from readyplane.core.breakdown import GenerationSignals
 from readyplane.core.errors import NotFound, Refused, Unavailable
 from readyplane.core.fencing import Fences
 from readyplane.core.identity import KvFormat
@@ -27,7 +28,6 @@ from readyplane.core.worker import (
     WorkerState,
 )
 from readyplane.ports import (
-    GenerationSignals,
     Instance,
     LatencyWindow,
     ModelSignals,

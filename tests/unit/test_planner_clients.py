@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from readyplane.ports import ClientSignals, RouterSignals
+from readyplane.core.breakdown import ClientSignals
+from readyplane.ports import RouterSignals
 from readyplane_planner import forecast
 from readyplane_planner.decide import clients as by_client
 from readyplane_planner.decide.clients import Asked

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from readyplane.core.breakdown import ClientSignals
 from readyplane.core.worker import Role
-from readyplane.ports import ClientSignals
 from readyplane_router.clients import (
     CLIENTS_KEPT_MAX,
     CLIENTS_TOLD_MAX,

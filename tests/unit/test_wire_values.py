@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from readyplane import ports, wire
-from readyplane.core import ration, work, worker
+from readyplane.core import breakdown, ration, work, worker
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import KvFormat
 from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
@@ -110,8 +110,8 @@ signals = st.builds(
     },
     ttft_actual=windows, ttft_predicted=windows, tpot_actual=windows, tpot_predicted=windows,
     length_counts=tables,
-    generations=many(st.builds(ports.GenerationSignals, texts, whole, whole, whole, whole)),
-    clients=many(st.builds(ports.ClientSignals, texts, whole, whole, whole)),
+    generations=many(st.builds(breakdown.GenerationSignals, texts, whole, whole, whole, whole)),
+    clients=many(st.builds(breakdown.ClientSignals, texts, whole, whole, whole)),
     priorities=many(st.builds(ration.PrioritySignals, small, whole, whole, whole)),
     ration=maybe(rations),
 )  # fmt: skip

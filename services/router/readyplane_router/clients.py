@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from readyplane.core.breakdown import ClientSignals
 from readyplane.core.work import RequestShape
-from readyplane.ports import ClientSignals
 from readyplane_router.signals import Lengths
 
 CLIENTS_KEPT_MAX = 64
