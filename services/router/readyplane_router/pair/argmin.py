@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
+from readyplane.core.profile import LinkClass
 from readyplane.core.worker import Role
 from readyplane_router.pair.cost import urgency_of
 from readyplane_router.pair.ends import DecodeEnd, PrefillEnd
 from readyplane_router.pair.seat import Seat
 from readyplane_router.pair.values import NO_CONNECTOR, Ask, PairPolicy
 
+_COST = itemgetter(0)
 TIE_S = 2e-5  # costs are compared to 10 µs: what is dearer by more than this cannot win
 
 Pair = tuple[float, int, int, Seat, Seat]
@@ -40,13 +43,18 @@ def cheapest(  # noqa: C901, PLR0912 - one pass over a stage, with nothing calle
     overall, itself = _grouped(prefills)
     if alone:
         itself = {**alone, **itself}
-    least = min([end[0] for end in (*prefills, *itself.values())], default=math.inf)
+    least = min(map(_COST, (*prefills, *itself.values())), default=math.inf)
     nodes = {end[2].node for end in prefills}
     near: dict[tuple[str, str], Sequence[PrefillEnd]] = {}
     urgency, cut = urgency_of(ask, policy), ask.cut
     local, network = policy.local_link, policy.network_link
     best: Pair | None = None
     bound = below + TIE_S
+    if len(overall) == 1 and not cut and not itself:
+        ((group, ends),) = overall.items()
+        if len(ends) == 1:  # one prefill end is the best for most: those need no more looks
+            best, decodes = _with_one(ends[0], group, decodes, nodes, urgency, network, bound)
+            bound = bound if best is None else min(bound, best[0] + TIE_S)
     # Seats of an even fleet follow each other with the same way: it is reckoned once.
     way, way_s = (False, -1.0, 0), 0.0
     for cost, used, seat, moved in decodes:
@@ -92,6 +100,43 @@ def cheapest(  # noqa: C901, PLR0912 - one pass over a stage, with nothing calle
                     best = pair
                     bound = min(bound, pair[0] + TIE_S)
     return best
+
+
+def _with_one(
+    end: PrefillEnd,
+    group: str,
+    decodes: Sequence[DecodeEnd],
+    nodes: set[str],
+    urgency: float,
+    network: LinkClass,
+    bound: float,
+) -> tuple[Pair | None, list[DecodeEnd]]:
+    """The cheapest of the pairs of one prefill end over the network, and who has other ways, too."""
+    rest: list[DecodeEnd] = []
+    start, prefill, sending = end[0], end[2], end[2].sending
+    best: DecodeEnd | None = None
+    least = math.inf
+    last_moved, last_coming, way_s = -1.0, -1, 0.0
+    for decode in decodes:
+        cost, used, seat, moved = decode
+        if start + cost > bound:
+            continue
+        if seat.kv_key != group or seat.node in nodes:
+            rest.append(decode)
+            continue
+        coming = seat.transfers
+        if coming != last_coming or moved != last_moved:
+            last_coming, last_moved = coming, moved
+            sharers = (sending if sending > coming else coming) + 1
+            way_s = urgency * network.transfer_s(moved, sharers=sharers)
+        whole = start + way_s + cost
+        if whole > bound:
+            continue
+        whole = round(whole, 5)
+        if whole < least or (whole == least and (best is None or used < best[1])):
+            best, least = decode, whole
+            bound = min(bound, whole + TIE_S)
+    return (None if best is None else (least, end[1], best[1], prefill, best[2])), rest
 
 
 def _unless_cut(
