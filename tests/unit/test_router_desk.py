@@ -13,8 +13,9 @@ from readyplane.core.errors import Overloaded
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo
 from readyplane.core.worker import Role
 from readyplane_router.bookings import Held, Owed
-from readyplane_router.desk import Desk, Waiting
+from readyplane_router.desk import Desk
 from readyplane_router.policy import RouterPolicy
+from readyplane_router.waiting import Waiting
 from tests.router_world import TIMES, seat
 
 

@@ -24,6 +24,7 @@ from readyplane_router.pair import (
     pair_terms,
     takes,
 )
+from readyplane_router.pair.ends import ahead_max_s
 from readyplane_router.pair.explain import explain
 from tests.router_world import DIGEST, KV, PROFILE, TIMES, seat
 
@@ -135,7 +136,7 @@ def fits(what: Ask, p: Seat, d: Seat, now_s: float) -> bool:
         held = what.cached_tokens.get(d.key, 0)
         whole = (what.isl - 1) // d.block_size * d.block_size
         return 0 < whole <= held and takes(what, d, SLOW_LINKS)
-    if p.remaining_s(now_s) > SLOW_LINKS.prefill_ahead_s:
+    if p.remaining_s(now_s) > ahead_max_s(what, p, SLOW_LINKS):
         return False
     if what.isl > p.free_blocks() * p.block_size:
         return False
@@ -393,9 +394,56 @@ def test_a_target_nobody_can_meet_does_not_starve() -> None:
 # ------------------------------------------------------------------------- bounded waiting
 
 
-def test_locality_holds_a_request_no_longer_than_patience() -> None:
+def test_what_a_cache_saves_may_be_waited_for_at_its_worker() -> None:
+    """Half a second of work is enough for anybody else: it could go to capacity that arrives."""
     warm, cold, d = promise(seat("warm"), 0.7), seat("cold"), seat("d", Role.DECODE)
     what = ask(1600, cached_tokens={warm.key: 1584}, max_tokens=100)
+    assert chosen(decide(what, [warm, cold], [d], POLICY, now_s=0.0)) == ("warm", "d")
+    assert chosen(decide(ask(1600), [warm, cold], [d], POLICY, now_s=0.0)) == ("cold", "d")
+    assert isinstance(decide(ask(1600), [warm], [d], POLICY, now_s=0.0), Wait)
+
+
+def test_a_second_of_prefill_counts_for_everybody_who_waits() -> None:
+    """Alone it goes where it is done first; before a queue it goes where it costs the pool least."""
+    warm, cold, d = promise(seat("warm"), 0.4), seat("cold"), seat("d", Role.DECODE)
+    what = ask(300, cached_tokens={warm.key: 160})
+    assert chosen(decide(what, [warm, cold], [d], POLICY, now_s=0.0)) == ("cold", "d")
+    crowded = replace(what, behind=4.0)
+    assert chosen(decide(crowded, [warm, cold], [d], POLICY, now_s=0.0)) == ("warm", "d")
+    assert pair_terms(crowded, warm, d, POLICY, now_s=0.0).crowding_s == pytest.approx(4 * 0.14)
+
+
+def test_a_decode_worker_that_holds_the_whole_prompt_serves_it_alone() -> None:
+    p, d, other = seat("p"), seat("d", Role.DECODE, sequences=1), seat("other", Role.DECODE)
+    d.decoding = 1
+    for isl, held, alone in ((321, 320, True), (320, 304, True), (321, 304, False), (9, 0, False)):
+        what = ask(isl, cached_tokens={d.key: held})
+        verdict = decide(what, [p], [d, other], POLICY, now_s=0.0)
+        assert isinstance(verdict, Chosen)
+        assert (verdict.local, verdict.prefill_blocks == 0) == (alone, alone), isl
+    what = ask(321, cached_tokens={d.key: 320})
+    # No prefill worker, or none that takes it: it needs none.
+    assert chosen(decide(what, [], [d], POLICY, now_s=0.0)) == ("d", "d")
+    assert chosen(decide(what, [promise(seat("p"), 9.0)], [d], POLICY, now_s=0.0)) == ("d", "d")
+    # Whom it would stall is charged, and a policy may forbid it.
+    d.sequences = d.decoding = 30
+    assert chosen(decide(what, [p], [d, other], POLICY, now_s=0.0)) == ("p", "other")
+    never = replace(POLICY, skip_prefill=False)
+    assert isinstance(decide(what, [], [d], never, now_s=0.0), Wait)
+
+
+def test_a_link_is_shared_with_what_its_prefill_worker_sends() -> None:
+    quiet, busy, d = seat("quiet", node="n9"), seat("busy", node="n9"), seat("d", Role.DECODE)
+    busy.sending, quiet.last_used = 3, 9
+    assert chosen(decide(ask(), [quiet, busy], [d], SLOW_LINKS, now_s=0.0)) == ("quiet", "d")
+    shared = pair_terms(ask(), busy, d, SLOW_LINKS, now_s=0.0).transfer_s
+    alone = pair_terms(ask(), quiet, d, SLOW_LINKS, now_s=0.0).transfer_s
+    assert shared - 0.05 == pytest.approx(4 * (alone - 0.05))
+
+
+def test_locality_holds_a_request_no_longer_than_patience() -> None:
+    warm, cold, d = promise(seat("warm"), 0.7), seat("cold", times=SLOWER), seat("d", Role.DECODE)
+    what = ask(1600, max_tokens=100)
     verdict = decide(what, [warm, cold], [d], POLICY, now_s=0.0)
     assert isinstance(verdict, Wait) and verdict.regime == "locality"
     assert verdict.again_in_s == pytest.approx(0.2)

@@ -56,7 +56,7 @@ def inputs(requests_max: int) -> tuple[Input, ...]:
         trace = public_trace("mooncake_conversation.jsonl.zst", seed=seed).requests
         return tuple(scaled(trace, 1.1, seed))[:requests_max]
 
-    def turns(seed: int, rps: float = 14.0) -> Sequence[WorkloadRequest]:
+    def turns(seed: int, rps: float = 12.0) -> Sequence[WorkloadRequest]:
         wave = Wave(mean_rps=rps, swing=0.3, period_s=60.0)
         span_s = requests_max / rps
         drawn = conversation(
@@ -66,14 +66,14 @@ def inputs(requests_max: int) -> tuple[Input, ...]:
 
     def hot(seed: int) -> Sequence[WorkloadRequest]:
         generator = np.random.Generator(np.random.Philox(key=(seed, _HOT)))
-        return [_heated(r) if generator.random() < HOT_SHARE else r for r in turns(seed)]
+        return [_heated(r) if generator.random() < HOT_SHARE else r for r in turns(seed, 9.0)]
 
     return (
         Input("mooncake", plain, mooncake),
         Input("turns", plain, turns),
         Input("slow-link", replace(plain, far=SLOW_FAR), turns),
         Input("hot-prefix", plain, hot),
-        Input("mixed", mixed, lambda seed: turns(seed, 9.0)),
+        Input("mixed", mixed, lambda seed: turns(seed, 8.0)),
     )
 
 

@@ -18,9 +18,10 @@ import numpy as np
 import xxhash
 
 from readyplane_lab.simulator.router import SimRouter
-from readyplane_router.desk import Desk, Waiting
+from readyplane_router.desk import Desk
 from readyplane_router.pair import Ask, Chosen, Seat, Shed, Wait, decide, pair_terms, takes
 from readyplane_router.policy import RouterPolicy
+from readyplane_router.waiting import Waiting
 
 Pick = Callable[[Waiting, Ask, Sequence[Seat], np.random.Generator, Mapping[str, str]], Seat]
 

@@ -12,11 +12,10 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
+from readyplane.core.breakdown import GenerationSignals
 from readyplane.core.errors import NoCompatiblePair, NoPair, Overloaded, PromptTooLong
-from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, sequence_hashes
-from readyplane.ports import GenerationSignals, Pair
+from readyplane.core.work import EventKind, RequestEvent, RequestShape, sequence_hashes
 from readyplane_router.bookings import PREFILL_SIDE, Bookings, Held, Owed, busy
 from readyplane_router.clients import Clients
 from readyplane_router.ends import Ends
@@ -32,45 +31,14 @@ from readyplane_router.signals import (
     Outcomes,
     Window,
 )
-from readyplane_router.triage import Job, too_late
+from readyplane_router.triage import Job, Shares, too_late
+from readyplane_router.waiting import Waiting, to_make_room
 
 RETRY_AFTER_MAX_S = 30.0
 TRIAGE_EVERY_S = 0.05
 TRIAGE_TOKENS = 1024.0
 TRIAGE_MARGIN = 0.05
 """Share of the TTFT target that hand-over and the first iteration of D may take."""
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """A request at the desk.
-
-    Attributes:
-        rank: orders the queue: priority, then whether it can be in time, deadline, arrival.
-        work_s: of its prefill where most of it is cached; None before that was looked up.
-        held_since_s: when it could first have gone and was held for a better worker instead.
-    """
-
-    reservation_id: str
-    shape: RequestShape
-    slo: Slo
-    rank: tuple[int, bool, float, int]
-    arrived_s: float
-    regime_since_s: float
-    granted: asyncio.Future[Held]
-    regime: str = ""
-    avoid: frozenset[str] = frozenset()
-    hashes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    looked_up: tuple[float, dict[str, int]] | None = None
-    answer: asyncio.Future[Pair] | None = None
-    work_s: float | None = None
-    held_since_s: float | None = None
-    queued: bool = False
-    refused: bool = False
-
-    def __lt__(self, other: Waiting) -> bool:
-        """Queue order."""
-        return self.rank < other.rank
 
 
 class Desk(Bookings):
@@ -98,6 +66,7 @@ class Desk(Bookings):
         self.stepped_back = 0
         self._triage_s = -math.inf
         self._arrivals = 0
+        self._shares, self._in_turns = Shares(), False
         self._wished: dict[str, float] = {}  # by seat key: work of those held for that worker
         self._looked_at: tuple[tuple[str, str], ...] = ()  # the fleet that left somebody waiting
 
@@ -115,22 +84,22 @@ class Desk(Bookings):
         """A request that has just arrived."""
         self._arrivals += 1
         slo = shape.slo or self.policy.pair.slo
-        rank = (-shape.priority, False, now_s + slo.ttft_s, self._arrivals)
+        rank = (-shape.priority, False, 0.0, now_s + slo.ttft_s, self._arrivals)
         return Waiting(reservation_id, shape, slo, rank, now_s, now_s, granted, avoid=avoid)
 
     def enqueue(self, entry: Waiting) -> None:
         """Put a request into the queue.
 
         Raises:
-            Overloaded: the queue is full and nobody in it is less important.
+            Overloaded: the queue is full, nobody in it is less important and no tenant floods it.
         """
         policy = self.policy
         while self.queue and (
             len(self.queue) >= policy.queue_requests_max
             or self.queued_tokens + entry.shape.isl > policy.queue_tokens_max
         ):
-            least = self.queue[-1]
-            if least.shape.priority >= entry.shape.priority:
+            least = to_make_room(self.queue, entry)
+            if least is None:
                 self.refused("queue_full", entry)
                 raise Overloaded(
                     f"the queue of {self.model} holds {len(self.queue)} requests with "
@@ -138,10 +107,12 @@ class Desk(Bookings):
                     self.retry_after_s(),
                 )
             self.withdraw(least)
-            self.refused("outranked", least)
-            self._fail(
-                least, Overloaded("more important requests filled the queue", self.retry_after_s())
+            flooding = least.shape.priority == entry.shape.priority
+            self.refused("flooding" if flooding else "outranked", least)
+            whose = (
+                "of other tenants need room in" if flooding else "that are more important filled"
             )
+            self._fail(least, Overloaded(f"requests {whose} the queue", self.retry_after_s()))
         insort(self.queue, entry)
         self._triage_s = -math.inf
         entry.queued = True
@@ -153,6 +124,8 @@ class Desk(Bookings):
             self.queue.remove(entry)
             entry.queued = False
             self.queued_tokens -= entry.shape.isl
+            if not self.queue:
+                self._shares.clear()
 
     def pump(self, *, now_s: float) -> float | None:
         """Place whoever can be placed, in order; returns when mere time changes something.
@@ -205,22 +178,32 @@ class Desk(Bookings):
         if not speeds:
             return  # nobody is late for a pool that is empty: it waits for a worker
         quickest = min(speeds)
-        hopeful = [entry for entry in queue if not entry.rank[1]]
+        hopeful = [entry for entry in queue if not entry.late]
         jobs = [
             Job(
                 entry.shape.priority,
                 self._work_s(entry, now_s),
-                entry.rank[2] - now_s - TRIAGE_MARGIN * entry.slo.ttft_s,
+                entry.deadline_s - now_s - TRIAGE_MARGIN * entry.slo.ttft_s,
+                entry.shape.tenant,
             )
             for entry in hopeful
         ]
         workers = sum(quickest / speed for speed in speeds)
         for place in too_late(jobs, workers=workers, busy_s=busy_s / len(speeds)):
             entry = hopeful[place]
+            shape, work_s = entry.shape, jobs[place].work_s
+            entry.turn = self._shares.turn(shape.priority, shape.tenant, work_s)
             queue.remove(entry)
-            entry.rank = (entry.rank[0], True, *entry.rank[2:])
+            entry.step_back(in_turns=self._in_turns)
             insort(queue, entry)
             self.stepped_back += 1
+        late = [entry for entry in queue if entry.late]
+        in_turns = len({entry.shape.tenant for entry in late}) > 1
+        if in_turns is not self._in_turns:
+            self._in_turns = in_turns
+            for entry in late:
+                entry.step_back(in_turns=in_turns)
+            queue.sort()
 
     def _work_s(self, entry: Waiting, now_s: float) -> float:
         """Its prefill on the quickest open worker, where most of it is cached."""
@@ -267,6 +250,8 @@ class Desk(Bookings):
         """Decide about one request, and act on it: grant, refuse, or leave it waiting."""
         verdict = self.verdict(entry, now_s=now_s)
         if isinstance(verdict, Chosen):
+            if entry.late:
+                self._shares.served(entry.shape.priority, entry.turn)
             self.withdraw(entry)
             held = self.book(
                 entry.reservation_id,

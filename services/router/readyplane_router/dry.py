@@ -10,9 +10,10 @@ from typing import Any
 from readyplane.ports import Pair
 from readyplane_router.answers import end_of, waiting_error
 from readyplane_router.bookings import Held
-from readyplane_router.desk import Desk, Waiting
+from readyplane_router.desk import Desk
 from readyplane_router.pair import Chosen, PairPolicy, Shed
 from readyplane_router.pair.explain import explain as explained
+from readyplane_router.waiting import Waiting
 
 
 def dry_run_of(

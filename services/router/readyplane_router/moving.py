@@ -17,11 +17,12 @@ from readyplane.kit.clock import Clock
 from readyplane.ports import Pair
 from readyplane_router.answers import check_shape, end_of, ends_of, learn, pair_from
 from readyplane_router.bookings import Held, Owed
-from readyplane_router.desk import Desk, Waiting
+from readyplane_router.desk import Desk
 from readyplane_router.ledger import Ledger
 from readyplane_router.pair import Chosen, decide
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.seats import ALL_SIDES
+from readyplane_router.waiting import Waiting
 
 TAKE_TRIES_MAX = 4
 
@@ -94,14 +95,16 @@ class Moving:
             new_id,
             whole,
             whole.slo or self._policy.pair.slo,
-            (0, False, 0.0, 0),
+            (0, False, 0.0, 0.0, 0),
             now_s,
             now_s,
             granted,
         )
         ask = replace(desk.ask(entry, now_s=now_s), cached_tokens=dict.fromkeys(fits, whole.isl))
         able = [seat for seat in desk.decodes if seat.key in fits]
-        verdict = decide(ask, (), able, self._policy.pair, now_s=now_s)
+        # Whoever holds all of it serves it alone, whatever the policy says of other prompts.
+        policy = replace(self._policy.pair, skip_prefill=True)
+        verdict = decide(ask, (), able, policy, now_s=now_s)
         if not isinstance(verdict, Chosen):
             self.refused += 1
             raise Overloaded(f"nobody can go on with it: {verdict.reason}", desk.retry_after_s())

@@ -17,9 +17,6 @@ from readyplane.core.work import Slo
 from readyplane_router.pair import PairPolicy
 from readyplane_router.prefix import Limits
 
-# How long an engine keeps a prefilled request's KV for its decode end (vLLM's default lease).
-KV_HOLD_S = 30.0
-
 
 @dataclass(frozen=True, slots=True)
 class RouterPolicy:
@@ -45,6 +42,8 @@ class RouterPolicy:
         allow_attached: attached engines may join, with the checks nobody can make skipped.
         correct_prefill: apply the measured over predicted prefill time of each worker class.
         models_max: models of which requests are counted by name.
+        kv_hold_s: how long the engines keep a prefilled prompt's KV for its decode end (vLLM's
+            `kv_lease_duration`). kv_hold_margin_s: of it for hand-over and the first iteration.
     """
 
     pair: PairPolicy = field(default_factory=PairPolicy)
@@ -74,6 +73,8 @@ class RouterPolicy:
     allow_attached: bool = True
     correct_prefill: bool = True
     models_max: int = 64
+    kv_hold_s: float = 30.0
+    kv_hold_margin_s: float = 5.0
 
     def __post_init__(self) -> None:
         """Check what must hold between the fields."""
@@ -138,9 +139,13 @@ def _check(policy: RouterPolicy) -> None:
             policy.lease_ttl_s,
             f"use at least 3 x tick_s ({3 * policy.tick_s}), so that a renewal is not late",
         )
-    if pair.wait_max_s >= KV_HOLD_S:
+    longest_s = policy.kv_hold_s - policy.kv_hold_margin_s
+    if pair.wait_max_s > longest_s:
         raise InvalidField(
-            "router_policy.pair.wait_max_s", pair.wait_max_s, f"stay below the KV hold {KV_HOLD_S}"
+            "router_policy.pair.wait_max_s",
+            pair.wait_max_s,
+            f"wait for {longest_s:g} s at most, kv_hold_s ({policy.kv_hold_s:g}) less "
+            f"kv_hold_margin_s ({policy.kv_hold_margin_s:g}): engines give KV up after its hold",
         )
     if pair.locality_patience_s > pair.wait_max_s:
         raise InvalidField(

@@ -46,18 +46,20 @@ from readyplane_router.answers import (
     pair_from,
 )
 from readyplane_router.bookings import Held, Owed
-from readyplane_router.desk import Desk, Waiting
+from readyplane_router.desk import Desk
 from readyplane_router.dry import dry_run_of, explain_booked
 from readyplane_router.epochs import Epochs
 from readyplane_router.ledger import Ledger
 from readyplane_router.link import Link
 from readyplane_router.membership import Membership
 from readyplane_router.moving import Moving
+from readyplane_router.pair.why import wait_left_s
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.rations import Rations
 from readyplane_router.roster import Roster
 from readyplane_router.seats import ALL_SIDES
 from readyplane_router.store import Store
+from readyplane_router.waiting import Waiting
 
 TAKE_TRIES_MAX = 8
 TAKE_PAUSE_S = 0.02
@@ -418,8 +420,13 @@ class RouterService:
         """Wait in the queue, for no longer than the bound of the present regime."""
         pair = self.policy.pair
         while not entry.granted.done():
-            bound_s = pair.empty_wait_max_s if entry.regime == "empty" else pair.wait_max_s
-            left_s = entry.regime_since_s + bound_s - self._clock.monotonic_s()
+            now_s = self._clock.monotonic_s()
+            left_s = wait_left_s(
+                pair,
+                empty=entry.regime == "empty",
+                regime_s=now_s - entry.regime_since_s,
+                waited_s=now_s - entry.arrived_s,
+            )
             try:
                 async with asyncio.timeout(max(0.0, left_s) + 0.001):
                     await asyncio.shield(entry.granted)
@@ -429,9 +436,7 @@ class RouterService:
         return entry.granted.result()
 
     def _explained(self, desk: Desk, entry: Waiting, held: Held) -> dict[str, Any]:
-        return explain_booked(
-            desk, entry, held, self.policy.pair, now_s=self._clock.monotonic_s()
-        )
+        return explain_booked(desk, entry, held, self.policy.pair, now_s=self._clock.monotonic_s())
 
     def _pair(self, held: Held, explanation: Mapping[str, Any] | None) -> Pair:
         p, d = held.prefill, held.decode

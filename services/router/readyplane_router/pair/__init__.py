@@ -109,7 +109,7 @@ def _hold(
     policy: PairPolicy,
 ) -> Wait | None:
     """Wait for a busy prefill worker, if it is worth it and patience lasts."""
-    if ask.held_s >= policy.locality_patience_s:
+    if ask.held_s >= policy.locality_patience_s or ask.regime_s >= policy.wait_max_s:
         return None
     below = best[0] - policy.locality_margin_s
     if min(b[0] for b in busy) + min(e[0] for e in ends) > below + TIE_S:

@@ -26,12 +26,12 @@ def prefill_ends(
     ready: list[PrefillEnd] = []
     busy: list[PrefillEnd] = []
     isl, cached_of, avoid = ask.isl, ask.cached_tokens, ask.avoid
-    urgency, ahead, slow = urgency_of(ask, policy), policy.prefill_ahead_s, policy.slowdown_weight
+    urgency, slow = urgency_of(ask, policy), policy.slowdown_weight
     wished = ask.wished
     weight = urgency + slow * ask.behind
     longest = isl + (ask.max_tokens or 1)
     known: dict[tuple[int, int], float] = {}
-    times, uncached_s = None, 0.0  # of the last seat that holds nothing of the prompt
+    times, uncached_s = None, 0.0  # of the last seat's class
     # Without a prefill worker the lent ones are all there is.
     served = any(not (seat.lent or seat.shut) for seat in seats)
     for seat in seats:
@@ -43,18 +43,18 @@ def prefill_ends(
         if isl > free * seat.block_size:
             continue
         cached = cached_of.get(seat.key, 0) if cached_of else 0
-        if not cached:
-            if times is not seat.times:
-                times = seat.times
-                uncached_s = times.prefill_s(isl, 0)
-            own_s = uncached_s
-        else:
+        if times is not seat.times:
+            times = seat.times
+            uncached_s = times.prefill_s(isl, 0)
+        own_s, ahead_s = uncached_s, policy.prefill_ahead_s
+        if cached:
             cached = min(cached, isl - 1)
             which = (id(seat.times), cached)
             found = known.get(which)
             if found is None:
                 found = known[which] = seat.times.prefill_s(isl - cached, cached)
             own_s = found
+            ahead_s += (uncached_s - own_s) * seat.prefill_factor  # as `ahead_max_s`
         own_s *= seat.prefill_factor
         queue_s = (
             seat.remaining_s(now_s) if seat.works or seat.foreign_tokens else seat.other_work_s
@@ -66,8 +66,18 @@ def prefill_ends(
             cost += slow * own_s * seat.decoding
             if seat.lent and served:
                 queue_s = max(queue_s, lent_s(ask, seat, own_s, now_s=now_s))
-        (ready if queue_s <= ahead else busy).append((cost, seat.last_used, seat, queue_s))
+        (ready if queue_s <= ahead_s else busy).append((cost, seat.last_used, seat, queue_s))
     return ready, busy
+
+
+def ahead_max_s(ask: Ask, seat: Seat, policy: PairPolicy) -> float:
+    """Work that a prefill worker may have and still be given the prompt.
+
+    What its cache saves of the prompt may be waited for there: it would not be done sooner elsewhere.
+    """
+    cached = min(ask.cached_tokens.get(seat.key, 0), ask.isl - 1)
+    whole_s, own_s = seat.times.prefill_s(ask.isl), seat.times.prefill_s(ask.isl - cached, cached)
+    return policy.prefill_ahead_s + (whole_s - own_s) * seat.prefill_factor
 
 
 def holding_ends(

@@ -11,7 +11,7 @@ from typing import Any
 
 from readyplane.core.identity import compatible
 from readyplane_router.pair.cost import pair_terms
-from readyplane_router.pair.ends import holding_ends, takes
+from readyplane_router.pair.ends import ahead_max_s, holding_ends, takes
 from readyplane_router.pair.seat import Seat
 from readyplane_router.pair.values import NO_CONNECTOR, Ask, PairPolicy, Terms
 
@@ -94,10 +94,10 @@ def _explain_stage(
             why = f"{seat.occupied()} of {seat.sequences_cap} sequences"
         elif wanted > seat.free_blocks() * seat.block_size:
             why = f"{seat.free_blocks()} KV blocks free"
-        elif stage == "prefill" and seat.remaining_s(now_s) > policy.prefill_ahead_s:
+        elif stage == "prefill" and seat.remaining_s(now_s) > ahead_max_s(ask, seat, policy):
             why = (
                 f"{seat.remaining_s(now_s):.3f} s of prefill work promised, "
-                f"{policy.prefill_ahead_s} s at most"
+                f"{ahead_max_s(ask, seat, policy):g} s at most"
             )
         elif stage == "decode" and not takes(ask, seat, policy):
             why = f"TPOT would pass {ask.slo.tpot_s * policy.tpot_admit:.4f} s"

@@ -52,15 +52,27 @@ def why_not(
     return _wait_or_shed(ask, policy, why, "busy", again_in_s=min(soon) if busy and soon else None)
 
 
+def wait_left_s(policy: PairPolicy, *, empty: bool, regime_s: float, waited_s: float) -> float:
+    """Seconds that a request may still wait: what is left of its regime's bound, or of both.
+
+    A fleet that empties and fills in turns begins the one bound or the other anew each time; both
+    together are never passed.
+    """
+    bound_s = policy.empty_wait_max_s if empty else policy.wait_max_s
+    in_all_s = policy.empty_wait_max_s + policy.wait_max_s
+    return min(bound_s - regime_s, in_all_s - waited_s)
+
+
 def _wait_or_shed(
     ask: Ask, policy: PairPolicy, why: str, regime: str, again_in_s: float | None = None
 ) -> Wait | Shed:
-    bound_s = policy.empty_wait_max_s if regime == "empty" else policy.wait_max_s
-    if ask.regime_s >= bound_s:
+    left_s = wait_left_s(
+        policy, empty=regime == "empty", regime_s=ask.regime_s, waited_s=ask.waited_s
+    )
+    if left_s <= 0.0:
         return Shed(
             f"{why}, for {ask.regime_s:.1f} s", "empty" if regime == "empty" else "overloaded"
         )
-    left_s = bound_s - ask.regime_s
     return Wait(why, regime, left_s if again_in_s is None else min(left_s, again_in_s))
 
 
