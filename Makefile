@@ -59,6 +59,14 @@ up: setup ## Start the whole system on this machine (ARGS="..." are passed on).
 bench: setup ## Run the benchmarks (ARGS="..." are passed on).
 	$(PY) -m bench.main $(ARGS)
 
+.PHONY: bench-pairing
+bench-pairing: setup ## Our choice of pairs beside six others, in the simulator (ARGS="--seeds 1" is quick).
+	$(PY) -m bench.pairing $(ARGS)
+
+.PHONY: bench-decide
+bench-decide: setup ## How long one choice of a pair takes, by the size of the fleet (ARGS).
+	$(PY) -m bench.decide $(ARGS)
+
 # ---------------------------------------------------------------------- tests
 
 # The quick layers run side by side, then the ones that start real processes one after the other,
