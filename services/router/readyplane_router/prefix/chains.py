@@ -72,7 +72,7 @@ class Chains:
 
     Attributes:
         where: the chain of each block. heads: the chain that begins with a block; small, and so at
-            hand in the processor, where the other is not.
+            hand in the processor, where the other is not. due: when guesses run out, as a heap.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Chains:
         self.where: dict[int, Chain] = {}
         self.heads: dict[int, Chain] = {}
         self.by_bit: dict[int, Holder] = {}
-        self._due: list[tuple[float, int, Holder, Chain]] = []
+        self.due: list[tuple[float, int, Holder, Chain]] = []
         self._pushed = 0
 
     # ------------------------------------------------------------------------ finding
@@ -224,7 +224,7 @@ class Chains:
 
     def forget(self, now_s: float) -> None:
         """Drop guesses that have run out."""
-        due = self._due
+        due = self.due
         while due and due[0][0] <= now_s:
             _until_s, _number, holder, chain = heapq.heappop(due)
             guesses = holder.guesses.get(chain)
@@ -258,7 +258,7 @@ class Chains:
 
     def _push(self, holder: Holder, chain: Chain, until_s: float) -> None:
         self._pushed += 1
-        heapq.heappush(self._due, (until_s, self._pushed, holder, chain))
+        heapq.heappush(self.due, (until_s, self._pushed, holder, chain))
 
     # ------------------------------------------------------------------------ chains
 

@@ -17,6 +17,8 @@ from readyplane_router.prefix.chains import Chains, Holder
 FIRST_SEQUENCES = (0, 1)
 BEHIND_MAX = 3
 NAMES_MAX = 4_096
+FEW = 6
+"""Workers who are named one by one; the names of more are kept by their mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class PrefixIndex:
         self.limits = limits or Limits()
         self.counts = Counts()
         self._workers: dict[str, _Worker] = {}
-        self._by_bit: dict[int, str] = {}
+        self._keys = [""]  # by the length of the bit
         self._chains = Chains()
         self._free_bits: list[int] = []
         self._trusted = 0
@@ -97,7 +99,9 @@ class PrefixIndex:
         bit = 1 << position
         worker = _Worker(key, max(1, blocks_max), Holder(bit))
         self._workers[key] = worker
-        self._by_bit[bit] = key
+        if position + 1 == len(self._keys):
+            self._keys.append(key)
+        self._keys[position + 1] = key
         self._chains.by_bit[bit] = worker.has
         self._trusted |= bit
 
@@ -108,7 +112,7 @@ class PrefixIndex:
             return
         bit = worker.has.bit
         self._chains.clear(worker.has)
-        del self._by_bit[bit], self._chains.by_bit[bit]
+        del self._chains.by_bit[bit]
         self._names.clear()
         self._trusted &= ~bit
         self._free_bits.append(bit.bit_length() - 1)
@@ -119,41 +123,63 @@ class PrefixIndex:
         A suspect worker is credited with nothing (field report B93).
         """
         chains = self._chains
-        chains.forget(now_s)
-        prompt = tuple(hashes)
+        due = chains.due
+        if due and due[0][0] <= now_s:
+            chains.forget(now_s)
         found: dict[str, int] = {}
-        if not prompt:
+        prompt = tuple(hashes)
+        end = len(prompt)
+        if not end:
             return found
-        heads, where, end = chains.heads.get, chains.where.get, len(prompt)
-        mask, depth = self._trusted, 0
-        chain = heads(prompt[0]) or where(prompt[0])
-        while chain is not None:
+        heads, mask, depth = chains.heads, self._trusted, 0
+        while depth < end:
+            chain = heads.get(prompt[depth]) or chains.where.get(prompt[depth])
+            if chain is None:
+                break
             count = chain.size
             if hash(prompt[depth : depth + count]) != chain.whole:
                 chain, count = chains.found(chain, prompt, depth)
             here = mask & chain.full
             if here != mask:
-                for bit, has in chain.part.items() if chain.part else ():
-                    if not mask & bit:
-                        continue
-                    if has >= count:
-                        here |= bit
-                    else:  # it ends in here
-                        found[self._by_bit[bit]] = depth + has
-                        mask ^= bit
-                if depth and here != mask:
-                    found.update(dict.fromkeys(self._named(mask & ~here), depth))
+                if chain.part is not None:
+                    ended, more = self._partly(chain.part, mask, depth, count, found)
+                    here |= more
+                    mask ^= ended
+                if depth:
+                    self._name(mask ^ here, depth, found)
                 mask = here
                 if not mask:
                     return found
             depth += count
-            if depth == end:
-                break
-            chain = heads(prompt[depth]) or where(prompt[depth])
-        if not depth:
-            return found
-        names = dict.fromkeys(self._named(mask), depth)
-        return {**found, **names} if found else names
+        if depth:
+            self._name(mask, depth, found)
+        return found
+
+    def _partly(
+        self, part: dict[int, int], mask: int, depth: int, count: int, found: dict[str, int]
+    ) -> tuple[int, int]:
+        """Bits of those whose prefix ends within a chain, which are named, and of those who go on."""
+        ended = more = 0
+        for bit, has in part.items():
+            if not mask & bit:
+                continue
+            if has >= count:
+                more |= bit
+            else:
+                found[self._keys[bit.bit_length()]] = depth + has
+                ended |= bit
+        return ended, more
+
+    def _name(self, mask: int, depth: int, found: dict[str, int]) -> None:
+        """Say of each worker of a mask how deep it goes."""
+        if mask.bit_count() > FEW:
+            found.update(dict.fromkeys(self._named(mask), depth))
+            return
+        keys = self._keys
+        while mask:
+            length = mask.bit_length()
+            found[keys[length]] = depth
+            mask ^= 1 << (length - 1)
 
     def guess(self, key: str, hashes: Sequence[int], *, now_s: float) -> None:
         """Count a routed prompt as stored on the worker that was chosen, for a while."""
@@ -344,7 +370,7 @@ class PrefixIndex:
             left, keys = mask, []
             while left:
                 bit = left & -left
-                keys.append(self._by_bit[bit])
+                keys.append(self._keys[bit.bit_length()])
                 left ^= bit
             names = self._names[mask] = tuple(keys)
         return names
