@@ -145,6 +145,10 @@ $(PEERS)/stamp: tools/requirements-peers.lock
 	@if $(PEERS)/bin/pip install $(PIP_FLAGS) --no-deps --require-hashes -r $<; then touch $@; \
 	else echo "setup: the peers could not be had; the comparison with them is left out" >&2; fi
 
+.PHONY: bench-kv
+bench-kv: setup $(PEERS)/stamp ## The KV index beside Dynamo's RadixTree, fed with the same events (ARGS).
+	$(PY) -m bench.kv_index $(ARGS)
+
 .PHONY: bench-router
 bench-router: setup $(PEERS)/stamp ## The router beside its peers: what picking a pair costs (ARGS).
 	$(PY) -m bench.router $(ARGS)
