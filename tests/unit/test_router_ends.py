@@ -237,7 +237,7 @@ async def rig(policy: RouterPolicy) -> AsyncIterator[Rig]:
 
 # A reservation that only its expiry ends would outlive every test here.
 PATIENT = RouterPolicy(
-    pair=PairPolicy(wait_max_s=29.0), reservation_ttl_s=3600.0, tick_s=0.1, lease_ttl_s=60.0
+    pair=PairPolicy(wait_max_s=24.0), reservation_ttl_s=3600.0, tick_s=0.1, lease_ttl_s=60.0
 )
 
 
