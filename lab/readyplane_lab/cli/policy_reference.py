@@ -83,7 +83,6 @@ TEXTS: dict[str, str] = {
     "forecast.warmup_s": "forecasts are not scored before that",
     "forecast.prior_margin": "bound over expectation, as a share at a horizon of 60 s, until forecasts were scored",
     "forecast.aci_step": "how fast misses correct the bound",
-    "forecast.season": "what the days before say of today",
     "forecast.season.mode": "`prewarm`: a rise that came at this time on the days before raises a target early; `off`: nothing rests on the time of day",
     "forecast.season.ahead_s": "how far ahead is looked; null for twice the P90 of T_ready and a quarter of an hour",
     "forecast.season.extra_max": "workers of a pool beyond what the forecast needs, at most",
