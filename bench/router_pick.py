@@ -7,12 +7,15 @@ prompts, every one of them new, from the same lean client (`bench.lean`), in tur
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import itertools
-import json
+import math
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, closing
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +23,19 @@ import numpy as np
 
 from bench.lean import Grpc, Http, Lane, Talk, drive
 from bench.router_fleet import BLOCK_SIZE
-from bench.router_stack import PEER_GROUPS, PEER_MODEL, Side, our_side, their_side
+from bench.router_stack import (
+    PEER_GROUPS,
+    PEER_MODEL,
+    PEER_PYTHON,
+    Side,
+    our_side,
+    their_side,
+)
 from readyplane.v1 import router_pb2 as pb
 from readyplane_lab.demo import MODEL
 
+RATIOS = ("pick_unary_ratio", "pick_batch_ratio", "pick_p50_ratio", "pick_cpu_ratio")
+ROUTERS = 2
 ISL, MAX_TOKENS, EXPECTED = 8_192, 64, 32
 IN_FLIGHT, BATCH = 16, 16
 FIRST_TOKEN = 100_000
@@ -58,7 +70,8 @@ class Tokens:
     def ours(self, number: int) -> bytes:
         """The field of a `RouteRequest`."""
         first = (FIRST_TOKEN + number).to_bytes(4, "little")
-        return b"\x1a" + _varint(4 * ISL) + first + self._packed[number % TAILS]
+        tail: bytes = self._packed[number % TAILS]
+        return b"\x1a" + _varint(4 * ISL) + first + tail
 
     def theirs(self, number: int) -> bytes:
         """The members of a JSON object."""
@@ -82,7 +95,8 @@ class Hashes:
 
     def ours(self, number: int) -> bytes:
         """The field of a `RouteRequest`."""
-        return self._packed[number % PROMPTS]
+        packed: bytes = self._packed[number % PROMPTS]
+        return packed
 
     def theirs(self, number: int) -> bytes:
         """The members of a JSON object."""
@@ -114,7 +128,7 @@ class Ours:
 
     def unary(self, _talk: Talk, numbers: Iterator[int], took_s: list[float]) -> Lane:
         """One route, one completion."""
-        clock = _clock()
+        clock = time.perf_counter
         for number in numbers:
             began_s = clock()
             yield ROUTE, self._request(number)
@@ -123,7 +137,7 @@ class Ours:
 
     def batch(self, _talk: Talk, numbers: Iterator[int], took_s: list[float]) -> Lane:
         """Sixteen routes in a message, sixteen completions in another."""
-        clock = _clock()
+        clock = time.perf_counter
         while some := list(itertools.islice(numbers, BATCH)):
             began_s = clock()
             answer = yield ROUTE_BATCH, *(_field(2, self._request(n)) for n in some)
@@ -143,7 +157,7 @@ class Theirs:
     def unary(self, talk: Talk, numbers: Iterator[int], took_s: list[float]) -> Lane:
         """Two reservations, then two deletes, one after the other as its own frontend does."""
         assert isinstance(talk, Http)
-        clock = _clock()
+        clock = time.perf_counter
         heads = [
             b'{"model_name":"%b","routing_group":"%b","expected_output_tokens":%d,'
             b'"selection_id":"' % (PEER_MODEL.encode(), group.encode(), EXPECTED)
@@ -172,19 +186,17 @@ class Theirs:
 
 
 class Bench:
-    """Rounds of picks against one side, over connections that stay open."""
+    """Rounds of picks against one side, each over connections of its own."""
 
-    def __init__(self, side: Side, make: Callable[[str], Talk], numbers: Iterator[int]) -> None:
+    def __init__(self, side: Side, make: Callable[[str], Talk]) -> None:
         self._side = side
         self._make = make
-        self._numbers = numbers
+        self._numbers = itertools.count()
 
     def round(self, lanes: Lanes, picks: int, in_flight: int) -> Round:
-        """So many picks by so many lanes."""
-        talks = [
-            self._make(self._side.addresses[i % len(self._side.addresses)])
-            for i in range(in_flight)
-        ]
+        """So many picks by so many lanes, spread over the addresses of the side."""
+        places = itertools.islice(itertools.cycle(self._side.addresses), in_flight)
+        talks = [self._make(address) for address in places]
         numbers = itertools.islice(self._numbers, picks)
         took_s: list[float] = []
         try:
@@ -193,15 +205,118 @@ class Bench:
             cpu_s = self._side.cpu_s() - before_s
         finally:
             for talk in talks:
-                with closing(talk):
-                    pass
+                talk.close()
         return Round(len(took_s) / whole_s, statistics.median(took_s), cpu_s / len(took_s))
 
 
-def _clock() -> Callable[[], float]:
-    import time
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of picking in one set-up: how it is called, its bench, its lanes, how much of it."""
 
-    return time.perf_counter
+    name: str
+    bench: Bench
+    lanes: Lanes
+    picks: int
+    in_flight: int
+
+
+def _play(ways: Sequence[Way], rounds: int) -> dict[str, list[Round]]:
+    """All ways in turns, so that a busy moment of the machine meets each of them."""
+    found: dict[str, list[Round]] = {way.name: [] for way in ways}
+    for number in range(-1, rounds):  # the first is to get warm
+        for way in ways:
+            one = way.bench.round(way.lanes, way.picks, way.in_flight)
+            if number >= 0:
+                found[way.name].append(one)
+    for name, played in found.items():
+        rates = [one.per_s for one in played]
+        print(
+            f"  {name:32} {statistics.median(rates):7.0f} picks/s ({min(rates):.0f}-{max(rates):.0f})"
+            f"  p50 {1e3 * statistics.median(one.p50_s for one in played):7.2f} ms"
+            f"  CPU {1e6 * statistics.median(one.cpu_s for one in played):6.0f} us a pick",
+            flush=True,
+        )
+    return found
+
+
+def _ratio(
+    name: str, ours: Sequence[Round], theirs: Sequence[Round], of: Callable[[Round], float]
+) -> float:
+    """Ours by theirs, round by round: the median, and the spread on a line of its own."""
+    each = [of(one) / of(other) for one, other in zip(ours, theirs, strict=True)]
+    print(f"  {name} {statistics.median(each):.2f} ({min(each):.2f}-{max(each):.2f})", flush=True)
+    return statistics.median(each)
+
+
+def measure_picks(rounds: int, routers: int) -> dict[str, float]:
+    """The four ratios, ours by theirs; all nan where the peer is not installed."""
+    if not PEER_PYTHON.exists():
+        print("pick: not run, the peer is not installed (make .venv-peers/stamp)", flush=True)
+        return dict.fromkeys(RATIOS, math.nan)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(_tokens(Path(folder), rounds, routers))
+    with tempfile.TemporaryDirectory() as folder:
+        figures |= asyncio.run(_hashes(Path(folder), rounds))
+    return figures
+
+
+async def _tokens(folder: Path, rounds: int, routers: int) -> dict[str, float]:
+    """64P+64D and 8,192 token ids: rates at 16 in flight, latency at 1."""
+    print(f"64P+64D, {ISL} token ids, {routers} of our routers on one Redis", flush=True)
+    async with (
+        our_side(folder / "ours", prefills=64, decodes=64, routers=routers) as our,
+        their_side(folder / "peer", prefills=64, decodes=64) as their,
+    ):
+        prompts = Tokens()
+        ours, theirs = Ours(prompts), Theirs(prompts)
+        here, there = Bench(our, Grpc), Bench(their, Http)
+        found = await asyncio.to_thread(
+            _play,
+            [
+                Way("peer, 16 in flight", there, theirs.unary, 480, IN_FLIGHT),
+                Way("Route, 16 in flight", here, ours.unary, 480, IN_FLIGHT),
+                Way("peer, 32 in flight", there, theirs.unary, 480, 2 * IN_FLIGHT),
+                Way("RouteBatch(16), 2 in flight", here, ours.batch, 960, 2),
+                Way("RouteBatch(16), 1 in flight", here, ours.batch, 480, 1),
+                Way("peer, 1 in flight", there, theirs.unary, 100, 1),
+                Way("Route, 1 in flight", here, ours.unary, 100, 1),
+            ],
+            rounds,
+        )
+    peer, peer_more = found["peer, 16 in flight"], found["peer, 32 in flight"]
+    best = [max(a, b, key=_rate) for a, b in zip(peer, peer_more, strict=True)]
+    _ratio("one batch at a time against 16:", found["RouteBatch(16), 1 in flight"], peer, _rate)
+    unary, alone = found["Route, 16 in flight"], found["Route, 1 in flight"]
+    return {
+        "pick_unary_ratio": _ratio("unary:", unary, peer, _rate),
+        "pick_batch_ratio": _ratio("batch:", found["RouteBatch(16), 2 in flight"], best, _rate),
+        "pick_p50_ratio": _ratio("p50:", alone, found["peer, 1 in flight"], lambda r: r.p50_s),
+    }
+
+
+async def _hashes(folder: Path, rounds: int) -> dict[str, float]:
+    """8P+8D and block hashes: CPU of the batch path."""
+    print(f"8P+8D, hashes of {ISL // BLOCK_SIZE} blocks, one of our routers", flush=True)
+    async with (
+        our_side(folder / "ours", prefills=8, decodes=8) as our,
+        their_side(folder / "peer", prefills=8, decodes=8) as their,
+    ):
+        prompts = Hashes()
+        ours, theirs = Ours(prompts), Theirs(prompts)
+        found = await asyncio.to_thread(
+            _play,
+            [
+                Way("peer", Bench(their, Http), theirs.unary, 1_920, IN_FLIGHT),
+                Way("RouteBatch(16)", Bench(our, Grpc), ours.batch, 1_920, 2),
+            ],
+            rounds,
+        )
+    both = found["RouteBatch(16)"], found["peer"]
+    return {"pick_cpu_ratio": _ratio("CPU:", *both, lambda r: r.cpu_s)}
+
+
+def _rate(one: Round) -> float:
+    return one.per_s
 
 
 def _field(number: int, body: bytes) -> bytes:
@@ -215,3 +330,18 @@ def _varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="what picking a pair costs, beside the peer")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--routers", type=int, default=ROUTERS, help="of ours, on one Redis")
+    told = parser.parse_args()
+    figures = measure_picks(told.rounds, told.routers)
+    print("bench-router " + " ".join(f"{name}={figures[name]:.3g}" for name in RATIOS))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

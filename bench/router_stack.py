@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,6 +31,7 @@ PEER_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PEER_THREADS = 2
 PEER_MODEL, PEER_GROUPS = "demo", ("prefill", "decode")
 READY_S_MAX = 60.0
+POLL_EVERY_S = 0.05
 FLEET = "fleet"
 
 
@@ -43,16 +45,6 @@ class Side:
     def cpu_s(self) -> float:
         """CPU seconds so far."""
         return sum(t.user + t.system for t in (p.cpu_times() for p in self.processes))
-
-    def cpu_by_name(self) -> dict[str, float]:
-        """The same, by name of the program."""
-        out: dict[str, float] = {}
-        for process in self.processes:
-            times = process.cpu_times()
-            name = " ".join(process.cmdline()[1:3]) if "python" in process.name() else ""
-            name = name or process.name()
-            out[name] = out.get(name, 0.0) + times.user + times.system
-        return out
 
 
 @asynccontextmanager
@@ -117,11 +109,8 @@ async def _fleet(
 
 
 @asynccontextmanager
-async def their_side(folder: Path, *, prefills: int, decodes: int) -> AsyncIterator[Side | None]:
-    """Dynamo's selection service with as many workers; None where it is not installed."""
-    if not PEER_PYTHON.exists():
-        yield None
-        return
+async def their_side(folder: Path, *, prefills: int, decodes: int) -> AsyncIterator[Side]:
+    """Dynamo's selection service with as many workers; `PEER_PYTHON` must be there."""
     folder.mkdir(parents=True)
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -135,16 +124,15 @@ async def their_side(folder: Path, *, prefills: int, decodes: int) -> AsyncItera
 
 def _enlist(address: str, prefills: int, decodes: int) -> None:
     """Tell the peer its workers, and wait until all are schedulable."""
-    clock = SystemClock()
-    until_s = clock.monotonic_s() + READY_S_MAX
+    until_s = time.monotonic() + READY_S_MAX
     while True:
         try:
             _call(address, "/health")
             break
         except OSError:
-            if clock.monotonic_s() > until_s:
+            if time.monotonic() > until_s:
                 raise
-            _pause()
+            time.sleep(POLL_EVERY_S)
     events = free_port()  # nobody publishes there: as in our fleet, no KV events come
     number = 0
     for group, count in zip(PEER_GROUPS, (prefills, decodes), strict=True):
@@ -170,9 +158,9 @@ def _enlist(address: str, prefills: int, decodes: int) -> None:
                 return
         except OSError:
             pass
-        if clock.monotonic_s() > until_s:
+        if time.monotonic() > until_s:
             raise RuntimeError("the peer's workers did not become schedulable")
-        _pause()
+        time.sleep(POLL_EVERY_S)
 
 
 def _call(address: str, path: str, document: object | None = None) -> bytes:
@@ -182,9 +170,3 @@ def _call(address: str, path: str, document: object | None = None) -> bytes:
     )
     with urllib.request.urlopen(request, timeout=10) as answer:
         return bytes(answer.read())
-
-
-def _pause() -> None:
-    import time
-
-    time.sleep(0.05)
