@@ -2,7 +2,7 @@
 
 Owns how levels and margins of several series become those of their sum, and whether that has
 forecast better than the series of the whole. Nothing is used of it before it has, and nothing while
-it has not, so that labels can only help.
+it has not. What was better lately may still be worse next: that is rare, and a matter of hundredths.
 
 Levels add up, and margins add up as their squares do where clients are independent (too lean where they
 follow the same day) and as they are where they move as one (too dear): the sum is formed with three
