@@ -90,12 +90,36 @@ class WorkerOffer:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A worker's right to be counted. TTL is chosen by the router, epoch fences predecessors."""
+    """A worker's right to be counted. TTL is chosen by the router, epoch fences predecessors.
+
+    How often it is renewed, how long an answer may take and when it is asked again are shares of
+    the TTL, so that one lost renewal never ends a lease (`renewed_within_s`).
+    """
 
     worker_id: str
     incarnation: str
     epoch: int
     ttl_s: float
+
+    @property
+    def renew_every_s(self) -> float:
+        """Between two renewals."""
+        return self.ttl_s / 3
+
+    @property
+    def answer_within_s(self) -> float:
+        """Bound on one renewal's answer."""
+        return self.ttl_s / 4
+
+    @property
+    def retry_within_s(self) -> float:
+        """Longest pause before a renewal without an answer is sent again."""
+        return self.ttl_s / 8
+
+    @property
+    def renewed_within_s(self) -> float:
+        """Longest time between two renewals that arrive, with one lost between them."""
+        return self.renew_every_s + self.answer_within_s + self.retry_within_s
 
 
 @dataclass(frozen=True, slots=True)

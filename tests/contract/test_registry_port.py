@@ -279,7 +279,9 @@ async def test_storage_serves_what_no_peer_holds_and_comes_last_when_one_does(
     assert (await plan(world, digest))[0] == [STORAGE]
 
 
-async def test_a_source_that_lied_is_quarantined_and_one_that_died_is_hidden(world: World) -> None:
+async def test_b154_a_source_that_lied_is_quarantined_and_one_that_died_is_hidden(
+    world: World,
+) -> None:
     """B115, B154: the next in the plan is tried, and the plan says why."""
     digest = await world.publish("lied")
     for name in ("w1", "w2"):

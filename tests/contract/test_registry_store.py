@@ -274,7 +274,7 @@ async def test_the_same_request_renews_its_place(live: LiveStore) -> None:
         await live.acquire(place(reader="r2"))
 
 
-async def test_a_lost_place_is_another_ones_and_cannot_be_given_back(live: LiveStore) -> None:
+async def test_b145_a_lost_place_is_another_ones_and_cannot_be_given_back(live: LiveStore) -> None:
     """B145: A expires, B acquires, A releases or renews: B is unaffected."""
     await live.announce(source(readers_max=1), ttl_s=30)
     a = await live.acquire(place(reader="a", ttl_s=0.1))

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
+from readyplane.core.errors import Unavailable
 from readyplane.core.worker import LoadReport, Role, WorkerState
 from readyplane.kit.clock import SystemClock
 from readyplane.kit.redis import connect
@@ -505,3 +506,22 @@ def test_the_script_touches_the_keys_that_it_is_given_and_no_other() -> None:
     assert len(names) == len(router_redis.PARTS) == sum(k.count("KEYS") for _, k in declared)
     touched = re.findall(r"redis\.call\('(\w+)'(?:, ([^,)]+))?", text)
     assert {key for command, key in touched if command not in ("TIME", "PUBLISH")} <= set(names)
+
+
+async def test_b151_a_full_store_is_a_typed_error_and_takes_nothing(redis_url: str) -> None:
+    """It fails closed: no lease and no place is granted that it could not write down."""
+    client = connect(redis_url)
+    store = RedisStore(client, call_timeout_s=5.0)
+    await seated(store, "p0")
+    await seated(store, "d0")
+    await client.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(Unavailable, match="memory"):
+            await store.take(M, pair("r"))
+        with pytest.raises(Unavailable, match="memory"):
+            await store.grant(record("d1"), ttl_s=LONG_S)
+    finally:
+        await client.config_set("maxmemory", 0)
+    assert await store.usage(M) == {"p0": Use(), "d0": Use()}
+    assert not (await store.take(M, pair("r"))).refused
+    await store.aclose()

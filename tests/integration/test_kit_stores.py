@@ -136,7 +136,7 @@ def test_a_database_url_that_is_none(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-async def test_an_evicting_redis_is_refused(redis_client: redis.asyncio.Redis) -> None:
+async def test_b151_an_evicting_redis_is_refused(redis_client: redis.asyncio.Redis) -> None:
     """B151: under memory pressure the store evicted lock keys."""
     await check_eviction(redis_client)
     for policy in ("allkeys-lru", "volatile-ttl"):

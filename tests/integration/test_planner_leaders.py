@@ -168,7 +168,7 @@ async def audited(database_url: str, fleet: Fleet) -> list[str]:
     return untold
 
 
-async def test_leaders_killed_and_stopped_in_the_middle_of_an_order(
+async def test_b146_leaders_killed_and_stopped_in_the_middle_of_an_order(
     database_url: str, redis_url: str, tmp_path: Path, free_port: int
 ) -> None:
     """B146: kill -9, then SIGSTOP, then the lease store away: counted at the end."""

@@ -230,7 +230,7 @@ async def test_a_peer_spares_the_store() -> None:
     arena.close()
 
 
-async def test_we_never_read_from_ourselves() -> None:
+async def test_b144_we_never_read_from_ourselves() -> None:
     """B144: an old record of this very worker is not a source for it."""
     art, registry = artifact(), TwinRegistry()
     load, arena, _ = make(art, registry)

@@ -220,7 +220,7 @@ async def test_a_loader_reads_from_a_peer_and_survives_its_end() -> None:
         arena.close()
 
 
-async def test_an_old_record_leads_to_a_refusal_not_to_bytes() -> None:
+async def test_b144_an_old_record_leads_to_a_refusal_not_to_bytes() -> None:
     """B144: another process at the same address."""
     art = artifact()
     async with giving(art) as server:

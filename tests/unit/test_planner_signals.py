@@ -231,7 +231,7 @@ def test_samples_join_by_incarnation() -> None:
     assert other.workers[0].prefill_rate is None and other.workers[0].iteration_s is None
 
 
-def test_ages_come_from_one_clock() -> None:
+def test_b155_ages_come_from_one_clock() -> None:
     """B152, B155: ages are differences on the router's clock; the planner's plays no part."""
     seen = look(
         sample(100.0), sample(102.0, workers=(worker("a", "1", queue=0, renewed_s=9_000.0),))

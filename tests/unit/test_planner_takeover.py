@@ -258,7 +258,7 @@ async def test_cooldowns_back_off_and_targets_are_inherited() -> None:
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
-async def test_a_stepped_wall_clock_at_the_hand_over(
+async def test_b157_a_stepped_wall_clock_at_the_hand_over(
     step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = await two(grown())

@@ -156,7 +156,9 @@ async def test_a_truncated_blob_is_not_taken_for_present_and_is_replaced(blobs: 
     assert await blobs.missing([entry]) == () and content(blobs, sha256(DATA)) == DATA
 
 
-async def test_what_killed_writers_left_is_swept_and_a_living_ones_is_not(tmp_path: Path) -> None:
+async def test_b153_what_killed_writers_left_is_swept_and_a_living_ones_is_not(
+    tmp_path: Path,
+) -> None:
     blobs = FileBlobs(tmp_path)
     dead, living = tmp_path / "tmp" / "dead.1", tmp_path / "tmp" / "living.2"
     dead.write_bytes(b"half")

@@ -132,7 +132,9 @@ async def test_without_the_live_store_storage_is_still_offered_and_still_bounded
     assert world.tally.counts["degraded transfer"] == 3
 
 
-async def test_a_source_that_stops_announcing_is_left_out_with_the_reason(world: World) -> None:
+async def test_b154_a_source_that_stops_announcing_is_left_out_with_the_reason(
+    world: World,
+) -> None:
     digest = await world.publish()
     await world.announce(digest, "w1")
     world.clock.now += 15.5

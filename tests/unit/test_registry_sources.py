@@ -122,7 +122,7 @@ def test_who_must_not_be_offered_is_left_out_with_the_reason(
     assert order(candidate, STORAGE) == ["storage:registry"]
 
 
-def test_a_restart_at_the_same_address_is_never_offered_to_itself() -> None:
+def test_b144_a_restart_at_the_same_address_is_never_offered_to_itself() -> None:
     """B144: the old record is fresh, the new process asks under its new incarnation."""
     old = peer("me/old", worker_id="me", incarnation="me-life-1", url="http://10.0.0.1:80/x")
     assert order(old, STORAGE) == ["storage:registry"]

@@ -179,7 +179,7 @@ class Session:
             drained=news.drained,
         )
         try:
-            async with asyncio.timeout(max(1.0, lease.ttl_s / 3)):
+            async with asyncio.timeout(lease.answer_within_s):
                 answer = await self._router.renew(renewal)
         except StaleEpoch:
             raise
@@ -190,7 +190,7 @@ class Session:
             # Whether the message arrived is not known: everything is told anew.
             self._kv.replay()
             self.failures += 1
-            wait_s = min(self._backoff_s(self.failures - 1), lease.ttl_s / 3)
+            wait_s = min(self._backoff_s(self.failures - 1), lease.retry_within_s)
             why = str(error) or "no answer in time"
             log.warning("renewal failed (%s); serving on, asking again in %.1f s", why, wait_s)
             return wait_s
@@ -202,7 +202,7 @@ class Session:
                 self._kv.replay()
             else:
                 self._on_directive(directive)
-        turn_s = answer.lease.ttl_s / 3
+        turn_s = answer.lease.renew_every_s
         if news.within_s is not None:
             turn_s = min(turn_s, news.within_s)
         return turn_s * (1 - JITTER * self._random())

@@ -14,8 +14,12 @@ from typing import Any
 from readyplane.core.errors import InvalidField, UnknownField
 from readyplane.core.profile import LinkClass
 from readyplane.core.work import Slo
+from readyplane.core.worker import Lease
 from readyplane_router.pair import PairPolicy
 from readyplane_router.prefix import Limits
+
+LEASE_MARGIN = 0.1
+"""Share of a lease that is left when one renewal was lost and the next one arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +137,7 @@ def _check(policy: RouterPolicy) -> None:
     for name in ("lease_ttl_s", "tick_s", "reservation_ttl_s", "window_s", "lengths_half_life"):
         if getattr(policy, name) <= 0:
             raise InvalidField(f"router_policy.{name}", getattr(policy, name), "use more than 0")
-    if policy.tick_s * 3 > policy.lease_ttl_s:
-        raise InvalidField(
-            "router_policy.lease_ttl_s",
-            policy.lease_ttl_s,
-            f"use at least 3 x tick_s ({3 * policy.tick_s}), so that a renewal is not late",
-        )
+    _check_lease(policy)
     longest_s = policy.kv_hold_s - policy.kv_hold_margin_s
     if pair.wait_max_s > longest_s:
         raise InvalidField(
@@ -163,4 +162,18 @@ def _check(policy: RouterPolicy) -> None:
     if near.bandwidth_bytes_per_s < far.bandwidth_bytes_per_s or near.setup_s > far.setup_s:
         raise InvalidField(
             "router_policy.pair.local_link", near.name, f"it may not be slower than {far.name}"
+        )
+
+
+def _check_lease(policy: RouterPolicy) -> None:
+    """One lost renewal must not end a lease (field report B158)."""
+    lease = Lease("", "", 0, policy.lease_ttl_s)
+    late_s = lease.renewed_within_s + policy.tick_s
+    if late_s > (1.0 - LEASE_MARGIN) * policy.lease_ttl_s:
+        raise InvalidField(
+            "router_policy.lease_ttl_s",
+            policy.lease_ttl_s,
+            f"renewal every {lease.renew_every_s:g} + answer {lease.answer_within_s:g} + retry "
+            f"{lease.retry_within_s:g} + tick_s {policy.tick_s:g} = {late_s:g} s must leave "
+            f"{LEASE_MARGIN:.0%} of it: use 6 x tick_s ({6 * policy.tick_s:g}) or more",
         )
