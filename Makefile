@@ -77,6 +77,10 @@ test: setup ## Run every test: unit, contract, simulation, tidy, then integratio
 test-unit: setup ## Run the tests of the pure brains only.
 	$(BIN)/pytest tests/unit $(ARGS)
 
+.PHONY: soak
+soak: setup ## Ten minutes of traffic while processes are killed and stopped (ARGS="--seconds 120").
+	$(PY) -m readyplane_lab.up.soak $(ARGS)
+
 # --------------------------------------------------------------------- checks
 
 check: setup $(GEN)/stamp $(COMPOSE)/stamp ## Run every static check: format, lint, types, contracts, protos, tidy.

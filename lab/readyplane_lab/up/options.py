@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class UpOptions:
         page_port, gateway_port: 0 for a free one. model_bytes: size of the demo model. workers_max: places for workers.
         policy_file: YAML or JSON over the demo's policy. report_file: summary as JSON.
         otlp_endpoint: where traces go; empty is off. log_level: of the services.
+        routers: side by side, all active. router_policy: document of theirs, None for the default.
     """
 
     quick: bool = False
@@ -45,6 +47,8 @@ class UpOptions:
     otlp_endpoint: str = ""
     log_level: str = "info"
     plain: bool = False
+    routers: int = 1
+    router_policy: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.

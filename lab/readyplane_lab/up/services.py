@@ -81,11 +81,13 @@ class Services:
         self._services: dict[str, Service] = {}
         self._restarting: set[asyncio.Task[None]] = set()
 
-    def plan(self, name: str, *, http_port: int = 0, args: tuple[str, ...] = ()) -> Service:
-        """Choose the addresses of a service without starting it."""
+    def plan(
+        self, name: str, *, module: str = "", http_port: int = 0, args: tuple[str, ...] = ()
+    ) -> Service:
+        """Choose the addresses of a service without starting it; `module` where it has another name."""
         service = Service(
             name=name,
-            module=f"readyplane_{name}",
+            module=f"readyplane_{module or name}",
             grpc_port=free_port(),
             http_port=http_port or free_port(),
             args=args,
@@ -177,6 +179,10 @@ class Services:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await asyncio.gather(*(self.stop(name) for name in self._services))
+
+    def like(self, module: str) -> list[Service]:
+        """The services of one kind."""
+        return [s for s in self._services.values() if s.module == f"readyplane_{module}"]
 
     @property
     def restarts(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ from readyplane_lab.up.model import publish_model
 from readyplane_lab.up.options import UpOptions
 from readyplane_lab.up.pids import start_mark
 from readyplane_lab.up.processes import ProcessTable
-from readyplane_lab.up.services import Services
+from readyplane_lab.up.services import Service, Services
 from readyplane_lab.up.stores import Stores, connect_or_embed
 
 RELEASE_GRACE_S = 20.0
@@ -133,7 +133,8 @@ async def running_stack(
             gave_up=gave_up,
         )
         registry = services.plan("registry", args=("--blob-dir", str(folder.blobs)))
-        router = services.plan("router")
+        routers = _plan_routers(services, options, folder)
+        router_addresses = ",".join(router.grpc for router in routers)
         policy_file = folder.run / "policy.json"
         policy_file.write_text(json.dumps(policy))
         planner = services.plan(
@@ -146,7 +147,7 @@ async def running_stack(
             table,
             WorkerPlace(
                 registry=registry.grpc,
-                router=router.grpc,
+                router=router_addresses,
                 work_dir=folder.cache / "workers",
                 log_dir=folder.logs,
                 environment=environment,
@@ -159,17 +160,17 @@ async def running_stack(
         actuator_address = f"127.0.0.1:{free_port()}"
         server = await actuator_rpc.serve(actuator, address=actuator_address, token=token)
         rooms.push_async_callback(server.stop, 1.0)
-        for service in (router, planner, gateway):
+        for service in (*routers, planner, gateway):
             service.environment.update(
                 READYPLANE_REGISTRY=registry.grpc,
-                READYPLANE_ROUTER=router.grpc,
+                READYPLANE_ROUTER=router_addresses,
                 READYPLANE_PLANNER=planner.grpc,
                 READYPLANE_ACTUATOR=actuator_address,
             )
         rooms.push_async_callback(_stop_in_order, services, actuator, say)
         _go_on(stop)
         say("starting registry, router and gateway")
-        await asyncio.gather(*(services.start(s) for s in (registry, router, gateway)))
+        await asyncio.gather(*(services.start(s) for s in (registry, *routers, gateway)))
         _go_on(stop)
         say("publishing the model")
         client = RegistryClient(registry.grpc, token=token)
@@ -186,11 +187,11 @@ async def running_stack(
             pid=os.getpid(),
             mark=start_mark(os.getpid()) or "",
             registry=registry.grpc,
-            router=router.grpc,
+            router=router_addresses,
             planner=planner.grpc,
             actuator=actuator_address,
             registry_http=registry.http,
-            router_http=router.http,
+            router_http=routers[0].http,
             planner_http=planner.http,
             gateway_http=gateway.http,
             token=token,
@@ -259,6 +260,16 @@ def _policy_flags(options: UpOptions) -> tuple[str, ...]:
 
 def _make_model(options: UpOptions, folder: DataFolder) -> DemoModel:
     return make_demo_model(folder.cache / "demo-model", size_bytes=options.model_bytes)
+
+
+def _plan_routers(services: Services, options: UpOptions, folder: DataFolder) -> list[Service]:
+    args: tuple[str, ...] = ()
+    if options.router_policy is not None:
+        path = folder.run / "router-policy.json"
+        path.write_text(json.dumps(options.router_policy))
+        args = ("--policy-file", str(path))
+    more = [f"router-{number}" for number in range(2, options.routers + 1)]
+    return [services.plan(name, module="router", args=args) for name in ("router", *more)]
 
 
 def _check_port(port: int, option: str) -> None:
