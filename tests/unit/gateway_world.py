@@ -81,6 +81,7 @@ class MemoryEngine:
         self.tokenize_status = 200
         self.tokenize_says = "not here"
         self.move_status = 200
+        self.fails_with = ""  # what an HTTP status of a plan says
         self.streams: dict[str, int] = {}  # tokens given so far, by `x-request-id`
         self.moved: set[str] = set()
         self.aborts = "freed"  # or told, left_to_expire: what /abort_requests does and says
@@ -156,7 +157,8 @@ class _MemoryTransport(asyncio.Transport):
         elif plan.how == "garbage":
             self._give(b"what is HTTP?\r\n\r\n")
         elif plan.how.isdigit():
-            message = {"message": f"status {plan.how}", "type": "T", "param": "prompt", "code": 1}
+            said = engine.fails_with or f"status {plan.how}"
+            message = {"message": said, "type": "T", "param": "prompt", "code": 1}
             self._json(int(plan.how), {"error": message})
         else:
             await self._good(plan, seen)

@@ -7,6 +7,7 @@ decode) and the judgement of a leg that failed. A 4xx is the client's fault and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,6 +23,8 @@ from readyplane_gateway.openai import Ask, Failure, Kind, failure_of_engine
 from readyplane_gateway.sse import MOVED, Usage
 from readyplane_gateway.tokens import ClientFault
 
+# How engines say that the KV of a decode leg did not come (vLLM with kv_load_failure_policy=fail).
+_LOST_SOURCE = re.compile(r"kv (load|transfer)|failed to load kv|nixl", re.IGNORECASE)
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 ERROR_BYTES_MAX = 256 * 1024
 CLIENT_FAULTS = frozenset({400, 413, 422})
@@ -49,6 +52,11 @@ class LegFailed(Exception):
     def __init__(self, leg: str, end: End, trouble: str, why: str, *, busy: bool = False) -> None:
         self.leg, self.end, self.trouble, self.why, self.busy = leg, end, trouble, why, busy
         super().__init__(why)
+
+    @property
+    def lost_source(self) -> bool:
+        """A decode engine could not read the KV: whoever should have given it is to blame (B60)."""
+        return self.leg == "decode" and _LOST_SOURCE.search(self.why) is not None
 
     def __str__(self) -> str:
         return f"{self.leg} leg on worker {self.end.worker_id}: {self.why}"

@@ -316,6 +316,10 @@ class Proxy:
                     failure = await self._answer(way, booking, leg, handover)
             outcome = "ok" if failure is None else "failed"
             return failure
+        except LegFailed as failed:
+            if handover.params and failed.lost_source and not call.begun:
+                failed.leg, failed.end = "handover", pair.prefill
+            raise
         except ClientFault:
             outcome = "refused"
             raise
