@@ -275,11 +275,14 @@ class RouterCollector(Collector):
         for name, count in members.counts.items():
             events.add_metric((name,), count)
         events.add_metric(("store_absences",), self._service.link.absences)
+        moves = _counter("router_moves", "Requests that asked for another decode worker", ("outcome",))
+        moves.add_metric(("moved",), self._service.moving.moved)
+        moves.add_metric(("refused",), self._service.moving.refused)
         answering = _gauge("router_store_answering", "Whether the store answers: 1 or 0", ())
         answering.add_metric((), float(self._service.link.answering))
         routers = _gauge("router_instances", "Routers that share the store", ())
         routers.add_metric((), self._service.link.routers)
-        yield from (events, answering, routers)
+        yield from (events, moves, answering, routers)
 
 
 def _labels_of(worker: Worker) -> tuple[str, str, str]:
