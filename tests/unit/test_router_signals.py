@@ -15,7 +15,8 @@ from readyplane.core.work import EventKind
 from readyplane.core.worker import LoadReport, Role, StartProgress
 from readyplane_router.metrics import RouterCollector, StartMetrics
 from readyplane_router.policy import RouterPolicy
-from readyplane_router.signals import Correction, Lengths, Window
+from readyplane_router.rates import Correction
+from readyplane_router.signals import Lengths, Window
 from tests.router_world import (
     MODEL,
     SERVED,

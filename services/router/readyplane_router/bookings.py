@@ -13,10 +13,11 @@ from readyplane.core.work import RequestEvent, RequestShape, Slo
 from readyplane.core.worker import Role
 from readyplane.ports import Pair
 from readyplane_router import circuit
+from readyplane_router.cuts import Cuts
 from readyplane_router.pair import Chosen, Seat, Terms, made_up_s
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.prefix import PrefixIndex
-from readyplane_router.signals import Correction
+from readyplane_router.rates import Rates
 
 FREEZE_AFTER_CHANGE_S = 5.0
 PREFILL_SIDE, DECODE_SIDE = 0, 1
@@ -50,6 +51,8 @@ class Held:
     first_token_seen: bool = False
     pair: Pair | None = None
     first_token_s: float | None = None
+    prefill_done_s: float | None = None
+    iteration_s: float = 0.0  # of the decode end as it was booked, by its profile alone
 
     def late(self, now_s: float) -> bool:
         """Whether it can hardly meet its targets any more: no first token in time, or tokens that
@@ -88,7 +91,12 @@ class Bookings:
         self.circuits: dict[str, circuit.Circuit] = {}
         self.held: dict[str, Held] = {}
         self.touched: set[str] = set()
-        self.corrections: dict[str, Correction] = {}
+        self.rates = Rates()
+        self.cuts = Cuts(
+            failures_max=policy.circuit_failures_max,
+            window_s=policy.circuit_window_s,
+            open_s=policy.circuit_open_s,
+        )
         self.grown = self.overflowed = 0
         self._picks = 0
 
@@ -110,6 +118,8 @@ class Bookings:
         seat = self.seats.pop(key, None)
         self.index.drop(key)
         self.circuits.pop(key, None)
+        self.rates.forget(key)
+        self.cuts.forget(key)
         if seat is None:
             return []
         self.prefills = [s for s in self.prefills if s is not seat]
@@ -146,8 +156,7 @@ class Bookings:
         return held.decode is seat or (held.prefill is seat and held.reading)
 
     def _capacity_changed(self, now_s: float) -> None:
-        for correction in self.corrections.values():
-            correction.freeze(now_s + FREEZE_AFTER_CHANGE_S)
+        self.rates.freeze(now_s + FREEZE_AFTER_CHANGE_S)
 
     # ------------------------------------------------------------------------ bookings
 
@@ -181,7 +190,9 @@ class Bookings:
             now_s,
             shape.slo or self.policy.pair.slo,
         )
+        held.iteration_s = terms.tpot_s / d.decode_factor
         self.held[reservation_id] = held
+        self.cuts.taken(p.key, d.key)
         self._picks += 1
         p.last_used = d.last_used = self._picks
         if not p.works:
@@ -227,6 +238,7 @@ class Bookings:
         self.touched.discard(reservation_id)
         self._prefill_over(held, now_s)
         self._read_over(held)
+        self.cuts.given_back(held.prefill.key, held.decode.key)
         d = held.decode
         d.sequences -= 1
         d.decoding -= 1

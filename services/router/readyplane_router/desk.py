@@ -16,15 +16,15 @@ from collections.abc import Callable
 from readyplane.core.breakdown import GenerationSignals
 from readyplane.core.errors import NoCompatiblePair, NoPair, Overloaded, PromptTooLong
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, sequence_hashes
+from readyplane_router import measured
 from readyplane_router.bookings import PREFILL_SIDE, Bookings, Held, Owed, busy
 from readyplane_router.clients import Clients
 from readyplane_router.ends import Ends
-from readyplane_router.pair import Ask, Chosen, Shed, Wait, decide
+from readyplane_router.pair import Ask, Chosen, PairPolicy, Shed, Wait, decide
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.rationing import Rationing
 from readyplane_router.seats import ALL_SIDES
 from readyplane_router.signals import (
-    Correction,
     Counters,
     Generations,
     Lengths,
@@ -284,9 +284,14 @@ class Desk(Bookings):
             self.ask(entry, now_s=now_s),
             self.prefills,
             self.decodes,
-            self.policy.pair,
+            self.pairing,
             now_s=now_s,
         )
+
+    @property
+    def pairing(self) -> PairPolicy:
+        """What pairs are chosen by: the policy, with the links as they are."""
+        return self.rates.corrected(self.policy.pair)
 
     def ask(self, entry: Waiting, *, now_s: float) -> Ask:
         """The request as the pairing brain wants it."""
@@ -304,6 +309,7 @@ class Desk(Bookings):
             held_s=0.0 if entry.held_since_s is None else now_s - entry.held_since_s,
             wished=self._wished,
             behind=self._behind(entry),
+            cut=self.cuts.now(now_s=now_s),
             avoid=entry.avoid,
         )
 
@@ -484,7 +490,10 @@ class Desk(Bookings):
             # Whoever leaves after waiting too long has been failed by whom it waited for.
             if kind is EventKind.ABORTED and held.late(now_s):
                 self.generations.of(held.decode.kv.model_digest).failed += 1
+            moving = not (held.local or held.prefilling or held.first_token_seen)
             self.drop(event.reservation_id, now_s=now_s)
+            if kind is EventKind.LEG_FAILED and moving and not busy(event):
+                self.cuts.failed(held.prefill.key, held.decode.key, now_s=now_s)
             if kind is EventKind.LEG_FAILED:
                 self.leg_failed(event, now_s=now_s)
                 if not busy(event):
@@ -498,7 +507,9 @@ class Desk(Bookings):
     def _prefill_done(self, held: Held, owed: Owed, now_s: float) -> None:
         if not held.prefilling:
             return
-        self._correct(held, now_s)
+        held.prefill_done_s = now_s
+        if self.policy.correct_prefill:
+            measured.prefilled(self.rates, held, now_s=now_s)
         self._prefill_over(held, now_s)
         self._succeeded(held.prefill)
         if not held.local:
@@ -509,6 +520,9 @@ class Desk(Bookings):
         if held.first_token_seen:
             return
         held.first_token_seen, held.first_token_s = True, now_s
+        if not held.local:
+            self.cuts.succeeded(held.prefill.key, held.decode.key)
+        measured.moved(self.rates, self.policy.pair, held, now_s=now_s)
         self._read_over(held)
         self._succeeded(held.decode)
         if not held.local:
@@ -519,6 +533,7 @@ class Desk(Bookings):
         ends = self.generations.of(held.decode.kv.model_digest)
         ends.finished += 1
         ends.attained += bool(event.attained)
+        measured.decoded(self.rates, held, event, now_s=now_s)
         self.drop(held.reservation_id, now_s=now_s)
 
     def _count_finished(self, isl: int, event: RequestEvent) -> None:
@@ -533,20 +548,6 @@ class Desk(Bookings):
             self.windows["ttft_actual"].add(event.ttft_s, now_s=now_s)
         if event.tpot_s is not None:
             self.windows["tpot_actual"].add(event.tpot_s, now_s=now_s)
-
-    def _correct(self, held: Held, now_s: float) -> None:
-        if not self.policy.correct_prefill:
-            return
-        seat = held.prefill
-        correction = self.corrections.get(seat.times.name)
-        if correction is None:
-            correction = self.corrections[seat.times.name] = Correction()
-        correction.add(
-            predicted_s=(held.terms.queue_s + held.terms.prefill_s) / seat.prefill_factor,
-            measured_s=now_s - held.sent_s,
-            now_s=now_s,
-        )
-        seat.prefill_factor = correction.factor
 
 
 def _kind(regime: str) -> str:

@@ -227,6 +227,17 @@ class RouterCollector(Collector):
         factor = _gauge(
             "router_prefill_factor", "Measured over predicted prefill time", ("model", "profile")
         )
+        slower = _gauge(
+            "router_worker_factor",
+            "Measured over predicted time of a worker that differs from its class",
+            ("model", "worker", "stage"),
+        )
+        links = _gauge(
+            "router_link_factor", "Measured over predicted time of a link class", ("model", "link")
+        )
+        cut = _gauge(
+            "router_links_cut", "Links between two workers whose circuit is not closed", ("model",)
+        )
         rationed = _gauge(
             "router_ration_admit_share",
             "While an order of admission is in force: share admitted of its own priority",
@@ -251,14 +262,21 @@ class RouterCollector(Collector):
             growths.add_metric((model, "within"), desk.grown - desk.overflowed)
             growths.add_metric((model, "overflow"), desk.overflowed)
             expired.add_metric((model,), desk.expired)
-            for profile, correction in desk.corrections.items():
+            for profile, correction in desk.rates.classes.items():
                 factor.add_metric((model, profile), correction.factor)
+            for seat in desk.seats.values():
+                for stage, own in desk.rates.own_of(seat.key):
+                    slower.add_metric((model, seat.worker_id, stage), own)
+            for link, correction in desk.rates.links.items():
+                links.add_metric((model, link), correction.factor)
+            cut.add_metric((model,), desk.cuts.open_links)
             self._windows(model, desk, windows)
         refused.add_metric((OTHER_MODEL, "unknown_model"), service.other_refused)
         yield from windows.values()
         yield from totals.values()
         yield from (refused, aborted, unended, queued, tokens, events, conflicts, expired, factor)
         yield growths
+        yield from (slower, links, cut)
         yield rationed
 
     def _windows(self, model: str, desk: Desk, windows: dict[str, GaugeMetricFamily]) -> None:

@@ -346,7 +346,7 @@ class Replica:
 
     def _seat(self, member: Member, profile: ClassProfile, now_s: float) -> None:
         desk = self._desk(member.offer.model)
-        correction = desk.corrections.get(profile.name)
+        correction = desk.rates.classes.get(profile.name)
         seat = member.take_seat(profile, factor=correction.factor if correction else 1.0)
         desk.seat_worker(seat, now_s=now_s)
         seat.sequences_cap = self._cap(member, now_s)

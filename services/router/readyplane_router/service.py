@@ -308,7 +308,7 @@ class RouterService:
         )
         if dry_run:
             now_s = self._clock.monotonic_s()
-            return dry_run_of(desk, entry, self.policy.pair, explain=explain, now_s=now_s)
+            return dry_run_of(desk, entry, desk.pairing, explain=explain, now_s=now_s)
         why = self._count_arrival(desk, entry, replaces)
         if why and not replaces:  # what has been admitted once is served
             desk.refused("rationed", entry)
@@ -436,7 +436,7 @@ class RouterService:
         return entry.granted.result()
 
     def _explained(self, desk: Desk, entry: Waiting, held: Held) -> dict[str, Any]:
-        return explain_booked(desk, entry, held, self.policy.pair, now_s=self._clock.monotonic_s())
+        return explain_booked(desk, entry, held, desk.pairing, now_s=self._clock.monotonic_s())
 
     def _pair(self, held: Held, explanation: Mapping[str, Any] | None) -> Pair:
         p, d = held.prefill, held.decode

@@ -1,4 +1,4 @@
-"""Counters, latency windows and lengths of one model, and the correction of predictions (R4.3).
+"""Counters, latency windows and lengths of one model (R4.3).
 
 Owns the arithmetic of what the router tells the planner; the service feeds it and stamps samples
 with its own clock on receipt (a sender's clock is never used). Unknown is a count of 0, never a
@@ -214,33 +214,3 @@ class Lengths:
             if len(self._forecasts) < 4_096:
                 self._forecasts[key] = found
         return found
-
-
-@dataclass(slots=True)
-class Correction:
-    """Measured over predicted time: smoothed, clamped, frozen when stale or while capacity moves."""
-
-    low: float = 0.5
-    high: float = 2.0
-    smoothing: float = 0.05
-    samples_min: int = 10
-    value: float = 1.0
-    count: int = 0
-    frozen_until_s: float = 0.0
-
-    def freeze(self, until_s: float) -> None:
-        """Take no samples for a while: capacity has just changed."""
-        self.frozen_until_s = max(self.frozen_until_s, until_s)
-
-    def add(self, *, predicted_s: float, measured_s: float, now_s: float) -> None:
-        """One prediction and what came of it."""
-        if predicted_s <= 0.0 or measured_s <= 0.0 or now_s < self.frozen_until_s:
-            return
-        ratio = min(self.high, max(self.low, measured_s / predicted_s))
-        self.count += 1
-        self.value += self.smoothing * (ratio - self.value)
-
-    @property
-    def factor(self) -> float:
-        """What predictions are multiplied by; 1 until there are enough samples."""
-        return self.value if self.count >= self.samples_min else 1.0

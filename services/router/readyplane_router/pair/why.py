@@ -43,6 +43,8 @@ def why_not(
     different = incompatibility(prefills, decodes, ask.avoid)
     if different:
         return Shed(different, "incompatible")
+    if ask.cut and _all_cut(ask, prefills, decodes):
+        return Shed("no link between open workers works: circuit open", "broken")
     again = [s.remaining_s(now_s) - policy.prefill_ahead_s for s in prefills if not s.shut]
     soon = [seconds for seconds in again if seconds > 0]
     if busy:
@@ -50,6 +52,12 @@ def why_not(
     else:
         why = "no worker has a free sequence and KV blocks within the TPOT target"
     return _wait_or_shed(ask, policy, why, "busy", again_in_s=min(soon) if busy and soon else None)
+
+
+def _all_cut(ask: Ask, prefills: Sequence[Seat], decodes: Sequence[Seat]) -> bool:
+    ps = {s.key for s in prefills if not s.shut and s.worker_id not in ask.avoid}
+    ds = [s for s in decodes if not s.shut and s.worker_id not in ask.avoid]
+    return all(d.key not in ps and ps <= ask.cut.get(d.key, frozenset()) for d in ds)
 
 
 def wait_left_s(policy: PairPolicy, *, empty: bool, regime_s: float, waited_s: float) -> float:
