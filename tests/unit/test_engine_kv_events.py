@@ -15,7 +15,8 @@ from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.ports import KvEvent, KvEventBatch
 from readyplane_agent.engines.modelled.core_events import KvStored
 from readyplane_agent.engines.modelled.kv_publish import KvPublisher
-from readyplane_agent.engines.vllm_events import HashTranslator, KvEventReader, read_batch
+from readyplane_agent.engines.kv_translate import HashTranslator, read_batch
+from readyplane_agent.engines.vllm_events import KvEventReader
 
 TOKENS = list(range(1, 13))
 # Published vectors, block size 4: sequences [1..4], [1..8], [1..12].
@@ -49,7 +50,7 @@ def test_a_parent_is_found_by_the_engines_own_hash() -> None:
     translator.translate(stored([-5], TOKENS[:4]))
     # i64 and u64 of one hash are one key.
     event = translator.translate(stored([7], TOKENS[4:8], parent=2**64 - 5))
-    assert event == KvEvent("stored", GOLDEN[1:2])
+    assert event == KvEvent("stored", GOLDEN[1:2], GOLDEN[0])
     assert translator.translate(stored([8], TOKENS[8:], parent=99)) is None
     assert translator.unknown_total == 1
 
@@ -108,7 +109,7 @@ def test_lora_salt_and_other_media_are_kept_apart() -> None:
     assert plain and lora and salt
     assert len({plain.block_hashes, lora.block_hashes, salt.block_hashes}) == 3
     assert lora.block_hashes == sequence_hashes(pack_tokens(TOKENS[:4]), 4, lora="a")
-    assert t.translate(stored([4], TOKENS[:4], medium="CPU")) is None
+    assert t.translate(stored([4], TOKENS[:4], medium="EXTERNAL")) is None
 
 
 def test_an_unknown_event_is_counted_not_fatal() -> None:
