@@ -62,11 +62,11 @@ async def test_burst_then_silence_returns_to_the_minimum() -> None:
     run = await planner(world(rps=lambda t: 7.0 if 20 <= t < 80 else 0.0))
     await run.step(80)
     assert run.desired[-1][1] >= 4
-    await run.step(150)
+    await run.step(310)
     assert run.desired[-1][1:] == (1, 1)
     assert "idle" in run.codes()
     assert len(run.world.members(Role.PREFILL, WorkerState.READY)) == 1
-    downs = [p for p, _ in run.between(80, 230)]
+    downs = [p for p, _ in run.between(80, 390)]
     assert all(b <= a for a, b in pairwise(downs)), "only downwards"
 
 
@@ -671,9 +671,7 @@ async def test_a_restarted_planner_goes_on() -> None:
     await run.service.set_policy({"headroom": 0.2}, merge=True)
     ordered, live = len(w.provisions), run.desired[-1][1:]
     await run.service.aclose()
-    again = await planner(w, policy(headroom=0.7))
-    again.service._journal = run.journal
-    await again.service.begin()
+    again = await planner(w, policy(headroom=0.7), journal=run.journal)
     assert (await again.service.get_policy())[0]["headroom"] == 0.2
     again.desired = []
     await again.step(5)

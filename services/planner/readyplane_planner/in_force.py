@@ -72,6 +72,7 @@ class InForce:
 
     async def adopt(self, policy: Policy) -> None:
         """See PlannerService."""
+        self.check(policy.model)
         await self.refresh()
         policy = kept(policy, self.policy)
         if policy.digest != self.policy.digest:

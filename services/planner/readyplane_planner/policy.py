@@ -105,7 +105,7 @@ class DecodePolicy(PoolPolicy):
     They are lent to a prefill pool that is slower still; nobody counts on them for it.
     """
 
-    convertible: bool = False
+    convertible: bool = True
 
 
 class ForecastPolicy(_Strict):

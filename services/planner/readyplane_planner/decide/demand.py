@@ -258,7 +258,7 @@ def spread(
 ) -> tuple[tuple[float, float], ...]:
     """(tokens/s, probability): the largest demand within the horizon, without what is chance.
 
-    `arriving` requests of a window vary by their square root, and their lengths add to it. The
+    Requests of a window vary by their square root, and their lengths add to it (`each`, tokens). The
     largest window of a horizon holds that noise, and so does the waiting line of the sizing.
     """
     probabilities = [p for p, _ in NODES]
