@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -23,6 +24,7 @@ DESCRIPTION = """OpenAI-compatible gateway: pairs each request, runs prefill leg
 
 example: python -m readyplane_gateway --router 127.0.0.1:7002 --http-port 8000"""
 
+log = logging.getLogger(__name__)
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -81,6 +83,7 @@ async def _choice(settings: GatewaySettings, registry: Registry | None) -> Choic
         clock=SystemClock(),
         metrics=metrics,
     )
+    log.warning("requests paired here are not part of the demand that routers tell a planner")
     try:
         await brain.start()
     except BaseException:
@@ -100,6 +103,7 @@ async def _serve(settings: GatewaySettings, registry: Registry | None, choice: C
         engine_token=settings.engine_token,
         route_ahead=choice.route_ahead,
         mover=choice.mover,
+        tokenizers_dir=settings.tokenizers_dir,
     )
     server = ServiceServer("gateway", settings)
     server.front = Api(

@@ -76,3 +76,8 @@ class Meters:
         self.tokenized = metrics.counter(
             name + "tokenized_total", "Prompts by how their tokens came", ("how",)
         )
+        self.parity = metrics.counter(
+            name + "tokenizer_parity_total",
+            "Prompts whose tokens by the tokenizer kept here were compared with an engine's",
+            ("outcome",),
+        )

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable
 from contextlib import aclosing
+from pathlib import Path
 
 from readyplane.core.errors import ReadyplaneError
 from readyplane.kit.clock import Clock
@@ -21,6 +22,7 @@ from readyplane_gateway.bounds import Bounds
 from readyplane_gateway.engine_http import EngineHttp
 from readyplane_gateway.fleet import FleetView
 from readyplane_gateway.legs import Legs
+from readyplane_gateway.local_tokens import LocalTokens
 from readyplane_gateway.metrics import OTHER, Meters
 from readyplane_gateway.moves import Moves
 from readyplane_gateway.proxy import Proxy
@@ -54,9 +56,11 @@ class Gateway:
         engine_token: str = "",
         route_ahead: RouteAhead | None = None,
         mover: Mover | None = None,
+        tokenizers_dir: Path | None = None,
     ) -> None:
         """`route_ahead`: `route` of a router in this process, which tells of pairs early. `mover`:
         who finds another worker for a request on one that drains; None lets them finish there.
+        `tokenizers_dir`: see `LocalTokens.read`.
         """
         self.bounds = bounds
         self.clock = clock
@@ -87,7 +91,15 @@ class Gateway:
             clock=clock,
             bounds=bounds,
             fleet=self.fleet,
-            tokens=Tokens(self.engines, bounds, self.meters),
+            tokens=Tokens(
+                self.engines,
+                bounds,
+                self.meters,
+                local=LocalTokens.read(tokenizers_dir, self.meters)
+                if tokenizers_dir is not None
+                else LocalTokens.none(self.meters),
+                later=self._do_later,
+            ),
             legs=legs,
             reporter=self.reporter,
             meters=self.meters,

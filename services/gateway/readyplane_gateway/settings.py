@@ -32,6 +32,11 @@ class GatewaySettings(ServiceSettings):
     profiles_dir: Path | None = Field(
         None, description="folder of class profiles, *.json (pairing embedded)"
     )
+    tokenizers_dir: Path | None = Field(
+        None,
+        description="folder with a folder for each model (its name, -- for /) that holds its "
+        "tokenizer files: text is tokenised here, as long as the engines agree",
+    )
     engine_token: str = Field("", repr=False, description="bearer token that the engines want")
     show_pair: bool = Field(True, description="name workers and reservation in answer headers")
     requests_max: int = Field(DEFAULTS.requests_max, ge=1, description="requests in flight")

@@ -1,4 +1,4 @@
-"""Text to token ids, once a request: by the model's own engine, remembered for a while.
+"""Text to token ids, once a request: by a tokenizer kept here, or the model's own engine.
 
 Owns the calls of `/tokenize` and the memory. Both legs are then sent the same ids, so that prefill
 and decode cannot read a prompt differently.
@@ -7,7 +7,7 @@ and decode cannot read a prompt differently.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 from readyplane.core.errors import Unavailable
 from readyplane_gateway.bounds import Bounds
 from readyplane_gateway.engine_http import EngineHttp, EngineTrouble
+from readyplane_gateway.local_tokens import Local, LocalTokens
 from readyplane_gateway.metrics import Meters
 from readyplane_gateway.openai import Ask, Failure, Kind, failure_of_engine
 
@@ -58,8 +59,17 @@ class ClientFault(Exception):
 class Tokens:
     """Tokenises over HTTP; a bounded memory of recent prompts."""
 
-    def __init__(self, engines: EngineHttp, bounds: Bounds, meters: Meters) -> None:
-        self._engines = engines
+    def __init__(
+        self,
+        engines: EngineHttp,
+        bounds: Bounds,
+        meters: Meters,
+        *,
+        local: LocalTokens,
+        later: Callable[[Awaitable[object]], None],
+    ) -> None:
+        """`local`: tokenizers kept here. `later`: run a bounded piece of work beside the request."""
+        self._engines, self._local, self._later = engines, local, later
         self._bounds = bounds
         self._meters = meters
         self._memory: OrderedDict[tuple[str, str, bytes], tuple[int, ...]] = OrderedDict()
@@ -79,6 +89,9 @@ class Tokens:
         if ask.token_ids is not None:
             self._meters.tokenized.labels("given").inc()
             return ask.token_ids
+        local = self._local.of(ask.model, tokenizer) if ask.kind is Kind.COMPLETIONS else None
+        if local is not None and local.trusted:
+            return self._here(local, ask, urls)
         body = msgspec.json.encode(_question(ask))
         key = (ask.model, tokenizer, body)
         found = self._memory.get(key)
@@ -100,8 +113,25 @@ class Tokens:
             else:
                 self._meters.tokenized.labels("asked").inc()
                 self._remember(key, found)
+                if local is not None:
+                    self._local.compare(local, ask.text, found, special=_special(ask))
             return found
         raise Unavailable(f"no engine tokenised the prompt ({'; '.join(troubles)})", "try again")
+
+    def _here(self, local: Local, ask: Ask, urls: Sequence[str]) -> tuple[int, ...]:
+        self._meters.tokenized.labels("local").inc()
+        local.asked += 1
+        if local.due and urls:
+            self._later(self._compare(local, ask, urls[0]))
+        return local.encode(ask.text, special=_special(ask))
+
+    async def _compare(self, local: Local, ask: Ask, url: str) -> None:
+        try:
+            found = await self._ask(url, msgspec.json.encode(_question(ask)), ask.kind)
+        except (EngineTrouble, msgspec.MsgspecError, ClientFault):
+            return  # it says nothing of the tokenizer; it is compared another time
+        if found is not NOT_OFFERED:
+            self._local.compare(local, ask.text, found, special=_special(ask))
 
     async def _ask(self, url: str, body: bytes, kind: Kind) -> tuple[int, ...]:
         exchange = await self._engines.open(
@@ -132,6 +162,10 @@ class Tokens:
         while self._characters > MEMORY_CHARACTERS_MAX:
             old, gone = self._memory.popitem(last=False)
             self._characters -= len(old[2]) + len(gone)
+
+
+def _special(ask: Ask) -> bool:
+    return ask.body.get("add_special_tokens") is not False
 
 
 def _question(ask: Ask) -> dict[str, Any]:
