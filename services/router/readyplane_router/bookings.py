@@ -17,6 +17,7 @@ from readyplane_router.cuts import Cuts
 from readyplane_router.pair import Chosen, Seat, Terms, made_up_s
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.prefix import PrefixIndex
+from readyplane_router.prefix.tiers import worth
 from readyplane_router.rates import Rates
 
 FREEZE_AFTER_CHANGE_S = 5.0
@@ -150,6 +151,21 @@ class Bookings:
                     seat.shut = ""
             elif not seat.shut:
                 seat.shut = f"circuit {state.state}"
+
+    def below_gpu(self, hashes: Sequence[int], block_size: int) -> dict[str, int]:
+        """What prefixes are worth in cached tokens that lie partly below their worker's GPU."""
+        found: dict[str, int] = {}
+        loads = self.policy.prefix.loads()
+        for key, pieces in self.index.tiered(hashes).items():
+            seat = self.seats.get(key)
+            if seat is not None and seat.block_size == block_size:
+                found[key] = worth(
+                    [(tier, blocks * block_size) for tier, blocks in pieces],
+                    loads,
+                    kv_bytes_per_token=seat.times.kv_bytes_per_token,
+                    prefill_s=seat.times.prefill_s,
+                )
+        return found
 
     @staticmethod
     def _needs(held: Held, seat: Seat) -> bool:

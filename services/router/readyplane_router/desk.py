@@ -332,6 +332,8 @@ class Desk(Bookings):
                 seat = self.seats.get(key)
                 if seat is not None and seat.block_size == size:
                     found[key] = blocks * size
+            for key, tokens in self.below_gpu(self.hashes(entry, size), size).items():
+                found[key] = max(tokens, found.get(key, 0))
         entry.looked_up = now_s, found
         return found
 

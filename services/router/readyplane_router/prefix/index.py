@@ -9,13 +9,16 @@ end is one call that costs O(own blocks).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from readyplane.ports import GPU, KvEvent
+from readyplane.ports import CPU, DISK, GPU, KvEvent
 from readyplane_router.prefix.chains import Chains, Holder
+from readyplane_router.prefix.tiers import TIERS, TierLoad
 
 FIRST_SEQUENCES = (0, 1)
 BEHIND_MAX = 3
+LOWER_TIMES = 8
+"""A tier below the GPU is believed to hold so many times what the GPU may."""
 NAMES_MAX = 4_096
 FEW = 6
 """Workers who are named one by one; the names of more are kept by their mask."""
@@ -31,12 +34,24 @@ class Limits:
         replay_wait_s: how long a replay is waited for before a suspect's entries are dropped.
         silent_after_s: a worker without one event this long after it was routed to counts as
             publishing none.
+        cpu_bytes_per_s, cpu_setup_s, disk_bytes_per_s, disk_setup_s: how KV is loaded from there.
     """
 
     speculative_ttl_s: float = 2.0
     approximate_ttl_s: float = 60.0
     replay_wait_s: float = 10.0
     silent_after_s: float = 10.0
+    cpu_bytes_per_s: float = 2e10
+    cpu_setup_s: float = 0.001
+    disk_bytes_per_s: float = 3e9
+    disk_setup_s: float = 0.005
+
+    def loads(self) -> dict[str, TierLoad]:
+        """How KV is loaded from each tier but the GPU."""
+        return {
+            CPU: TierLoad(self.cpu_bytes_per_s, self.cpu_setup_s),
+            DISK: TierLoad(self.disk_bytes_per_s, self.disk_setup_s),
+        }
 
 
 @dataclass(slots=True)
@@ -54,11 +69,12 @@ class Counts:
 
 @dataclass(slots=True)
 class _Worker:
-    """One incarnation."""
+    """One incarnation. `lower`: what it has on other tiers than its GPU."""
 
     key: str
     blocks_max: int
     has: Holder
+    lower: dict[str, Holder] = field(default_factory=dict)
     applied: int | None = None  # last sequence applied
     seen: int | None = None  # highest sequence seen
     first: int | None = None  # what its first batch said, as a hash
@@ -80,6 +96,7 @@ class PrefixIndex:
         self._free_bits: list[int] = []
         self._trusted = 0
         self._names: dict[int, tuple[str, ...]] = {}
+        self._tiered: set[str] = set()  # who has something below its GPU
 
     def __len__(self) -> int:
         """Distinct blocks known or guessed."""
@@ -95,27 +112,38 @@ class PrefixIndex:
             if blocks_max < known.blocks_max:
                 known.blocks_max = max(1, blocks_max)
             return
-        position = self._free_bits.pop() if self._free_bits else len(self._workers)
-        bit = 1 << position
-        worker = _Worker(key, max(1, blocks_max), Holder(bit))
-        self._workers[key] = worker
-        if position + 1 == len(self._keys):
-            self._keys.append(key)
-        self._keys[position + 1] = key
-        self._chains.by_bit[bit] = worker.has
-        self._trusted |= bit
+        has = self._holder(key)
+        self._workers[key] = _Worker(key, max(1, blocks_max), has)
+        self._trusted |= has.bit
 
     def drop(self, key: str) -> None:
         """Forget an incarnation: O(own blocks)."""
         worker = self._workers.pop(key, None)
         if worker is None:
             return
-        bit = worker.has.bit
-        self._chains.clear(worker.has)
-        del self._chains.by_bit[bit]
+        self._trusted &= ~worker.has.bit
+        self._clear(worker)
+        for has in (worker.has, *worker.lower.values()):
+            del self._chains.by_bit[has.bit]
+            self._free_bits.append(has.bit.bit_length() - 1)
+        if worker.lower:
+            self._tiered.discard(key)
         self._names.clear()
-        self._trusted &= ~bit
-        self._free_bits.append(bit.bit_length() - 1)
+
+    def _holder(self, key: str) -> Holder:
+        if not self._free_bits:
+            self._free_bits.append(len(self._keys) - 1)
+            self._keys.append("")
+        position = self._free_bits.pop()
+        self._keys[position + 1] = key
+        holder = Holder(1 << position)
+        self._chains.by_bit[holder.bit] = holder
+        return holder
+
+    def _clear(self, worker: _Worker) -> None:
+        """Nothing is known of a worker, on any tier."""
+        for has in (worker.has, *worker.lower.values()):
+            self._chains.clear(has)
 
     def matched(self, hashes: Sequence[int], *, now_s: float) -> dict[str, int]:
         """Blocks of the prompt's prefix that each worker holds; absent means none.
@@ -154,6 +182,37 @@ class PrefixIndex:
         if depth:
             self._name(mask, depth, found)
         return found
+
+    def tiered(self, hashes: Sequence[int]) -> dict[str, list[tuple[str, int]]]:
+        """Of those workers that have something below their GPU: (tier, blocks) of the prefix.
+
+        In the order of the prompt; a block on several tiers counts for the nearest. Suspect workers
+        and those without any of it are absent. Cheap where no engine tells of other tiers.
+        """
+        out: dict[str, list[tuple[str, int]]] = {}
+        prompt = tuple(hashes)
+        for key in self._tiered:
+            worker = self._workers[key]
+            if worker.suspect_since_s is None and (pieces := self._pieces(worker, prompt)):
+                out[key] = pieces
+        return out
+
+    def _pieces(self, worker: _Worker, prompt: tuple[int, ...]) -> list[tuple[str, int]]:
+        chains, depth = self._chains, 0
+        pieces: list[tuple[str, int]] = []
+        has = {GPU: worker.has, **worker.lower}
+        while depth < len(prompt) and (chain := chains.where.get(prompt[depth])) is not None:
+            chain, count = chains.found(chain, prompt, depth)
+            here = 0
+            for tier in TIERS:
+                more = min(count, has[tier].has(chain) if tier in has else 0) - here
+                if more > 0:
+                    pieces.append((tier, more))
+                    here += more
+            depth += here
+            if here < count:
+                break
+        return pieces
 
     def _partly(
         self, part: dict[int, int], mask: int, depth: int, count: int, found: dict[str, int]
@@ -230,7 +289,7 @@ class PrefixIndex:
                 self._behind(worker, sequence, now_s, replayed=replayed)
                 return False
             self.counts.restarted += 1
-            self._chains.clear(worker.has)
+            self._clear(worker)
             worker.seen = sequence
         elif anew:
             worker.seen = sequence
@@ -241,7 +300,7 @@ class PrefixIndex:
                 if not self._given_up(worker, now_s):
                     self._suspect(worker, now_s)
                     return False
-                self._chains.clear(worker.has)
+                self._clear(worker)
                 self.counts.rebuilt += 1
                 worker.seen = sequence
         worker.applied, worker.behind = sequence, 0
@@ -285,9 +344,10 @@ class PrefixIndex:
         worker = self._workers.get(key)
         if worker is None or worker.applied is None or worker.suspect_since_s is not None:
             return None
-        has = worker.has
-        chains = [(GPU, chain.hashes[:count]) for chain, count in has.held.items()]
-        chains += [(GPU, (value,)) for value, more in has.extra.items() for _ in range(more)]
+        chains = []
+        for tier, has in ((GPU, worker.has), *worker.lower.items()):
+            chains += [(tier, chain.hashes[:count]) for chain, count in has.held.items()]
+            chains += [(tier, (value,)) for value, more in has.extra.items() for _ in range(more)]
         return worker.applied, chains
 
     def restore(
@@ -297,32 +357,46 @@ class PrefixIndex:
         worker = self._workers.get(key)
         if worker is None or (worker.applied is not None and worker.applied >= sequence):
             return
-        self._chains.clear(worker.has)
+        self._clear(worker)
         worker.applied, worker.first = sequence, None
         worker.seen = sequence if worker.seen is None else max(worker.seen, sequence)
-        for _tier, blocks in chains:
-            self._chains.store(worker.has, blocks, None)
-        self._bound(worker)
+        for tier, blocks in chains:
+            has = worker.has if tier == GPU else self._below(worker, tier)
+            if has is not None:
+                self._chains.store(has, blocks, None)
+                self._bound(worker, has)
         self._caught_up(worker)
 
     def _apply(self, worker: _Worker, batch: Sequence[KvEvent]) -> None:
-        chains, has = self._chains, worker.has
+        chains = self._chains
         for event in batch:
-            if event.kind == "stored":
+            has = worker.has if event.tier == GPU else self._below(worker, event.tier)
+            if event.kind == "cleared":
+                self._clear(worker)
+            elif has is None:
+                self.counts.malformed += 1
+            elif event.kind == "stored":
                 chains.store(has, event.block_hashes, event.parent_hash)
-                self._bound(worker)
+                self._bound(worker, has)
             elif event.kind == "removed":
                 self.counts.unknown_removed += chains.remove(has, event.block_hashes)
-            elif event.kind == "cleared":
-                chains.clear(has)
             else:  # never turned into something destructive (B105)
                 self.counts.malformed += 1
 
-    def _bound(self, worker: _Worker) -> None:
-        over = worker.has.blocks - worker.blocks_max
+    def _below(self, worker: _Worker, tier: str) -> Holder | None:
+        """What a worker has on a tier below its GPU; None when there is no such tier."""
+        has = worker.lower.get(tier)
+        if has is None and tier in TIERS:
+            has = worker.lower[tier] = self._holder(worker.key)
+            self._tiered.add(worker.key)
+        return has
+
+    def _bound(self, worker: _Worker, has: Holder) -> None:
+        most = worker.blocks_max if has is worker.has else worker.blocks_max * LOWER_TIMES
+        over = has.blocks - most
         if over > 0:
             self.counts.overflow += over
-            self._chains.shorten(worker.has, over)
+            self._chains.shorten(has, over)
 
     def _begins_anew(
         self, worker: _Worker, sequence: int, batch: tuple[KvEvent, ...], now_s: float
