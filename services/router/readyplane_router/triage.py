@@ -73,11 +73,12 @@ def too_late(jobs: Iterable[Job], *, workers: float, busy_s: float) -> set[int]:
         kept.add(job, place)
         ahead_s += job.work_s
         # The last of them takes its own time on one worker, the rest is shared by all.
-        ends_s = busy_s + (ahead_s - job.work_s) / workers + job.work_s
-        if ends_s > job.left_s:
+        while busy_s + (ahead_s - job.work_s) / workers + job.work_s > job.left_s:
             negative_s, longest = kept.pop()
             late.add(longest)
             ahead_s += negative_s
+            if longest == place:
+                break  # without it they were in time, and some of them have gone since
     return late
 
 
