@@ -129,7 +129,7 @@ class ServiceServer:
             with contextlib.suppress(OSError):
                 self.settings.ready_file.unlink(missing_ok=True)
         stop_tracing = telemetry.setup_tracing(self.name, self.settings.otlp_endpoint)
-        listening = _listen(self.settings.host, self.settings.http_port)
+        listening = listen(self.settings.host, self.settings.http_port)
         try:
             server = await self._start_grpc()
         except BaseException:
@@ -163,7 +163,7 @@ class ServiceServer:
         )
         host, wanted = self.settings.host, self.settings.grpc_port
         # grpc's own failure to bind says nothing of why: ask the kernel first.
-        _listen(host, wanted, "grpc_port").close()
+        listen(host, wanted, "grpc_port").close()
         try:
             port = server.add_insecure_port(_address(host, wanted))
         except RuntimeError as error:
@@ -328,7 +328,7 @@ def _signals(stopping: asyncio.Event) -> Iterator[None]:
         remove()
 
 
-def _listen(host: str, port: int, field: str = "http_port") -> socket.socket:
+def listen(host: str, port: int, field: str = "http_port") -> socket.socket:
     """A listening-to-be TCP socket that shares its port with nobody."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

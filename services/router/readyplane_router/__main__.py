@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import secrets
 import sys
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field
 
 from readyplane.client import RegistryClient
+from readyplane.kit.auth import TokenCheck
 from readyplane.kit.clock import SystemClock
 from readyplane.kit.database import async_engine, migrate
+from readyplane.kit.lean_rpc import LeanServer
 from readyplane.kit.redis import check_eviction, connect
-from readyplane.kit.server import ServiceServer, run_service
+from readyplane.kit.server import Background, ServiceServer, listen, run_service
 from readyplane.kit.settings import ServiceSettings, parse_settings
 from readyplane.kit.telemetry import metrics, setup_logging
 from readyplane_router import api, rpc
@@ -33,6 +36,12 @@ class RouterSettings(ServiceSettings):
 
     policy_file: Path | None = Field(None, description="router policy as JSON (see README)")
     profiles_dir: Path | None = Field(None, description="folder of class profiles, *.json")
+    pick_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="a second, lean gRPC port for Route, RouteBatch and Complete; 0 for none",
+    )
 
 
 async def serve(settings: RouterSettings) -> None:
@@ -69,7 +78,12 @@ async def serve(settings: RouterSettings) -> None:
         server = ServiceServer("router", settings)
         server.add_grpc(lambda s: rpc.register(s, service, clock), rpc.FULL_NAME)
         server.app.include_router(api.routes(service, clock))
-        await server.run([service.run])
+        background: list[Background] = [service.run]
+        if settings.pick_port:
+            lean = LeanServer(rpc.lean_methods(service, clock), TokenCheck(settings.token))
+            picking = listen(settings.host, settings.pick_port, "pick_port")
+            background.append(partial(lean.run, picking))
+        await server.run(background)
     finally:
         await store.aclose()
         await engine.dispose()

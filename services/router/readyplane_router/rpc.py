@@ -10,6 +10,7 @@ import grpc.aio
 
 from readyplane import wire
 from readyplane.kit.clock import Clock
+from readyplane.kit.lean_rpc import Method
 from readyplane.v1 import router_pb2 as pb
 from readyplane.v1 import router_pb2_grpc
 from readyplane_router.batches import Batches
@@ -24,13 +25,23 @@ def register(server: grpc.aio.Server, service: RouterService, clock: Clock) -> N
     router_pb2_grpc.add_RouterServicer_to_server(RouterServicer(service, clock), server)
 
 
+def lean_methods(service: RouterService, clock: Clock) -> dict[str, Method]:
+    """What is called for each request, for a server that does not do more than that."""
+    servicer = RouterServicer(service, clock)
+    return {
+        f"/{FULL_NAME}/Route": Method(pb.RouteRequest.FromString, servicer.routed),
+        f"/{FULL_NAME}/RouteBatch": Method(pb.RouteBatchRequest.FromString, servicer.batched),
+        f"/{FULL_NAME}/Complete": Method(pb.CompleteRequest.FromString, servicer.completed),
+    }
+
+
 class RouterServicer(router_pb2_grpc.RouterServicer):
     """One method for each rpc of router.proto; errors are the core's and become a status outside."""
 
     def __init__(self, service: RouterService, clock: Clock) -> None:
         self._service = service
         self._clock = clock
-        self._batches = Batches(self._route, service.complete)
+        self._batches = Batches(self.routed, service.complete)
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         lease = await self._service.register(wire.worker_offer_from_proto(request.offer))
@@ -40,8 +51,10 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
         async for message in request_iterator:
-            answer = await self._service.renew(wire.renewal_from_proto(message))
-            yield wire.renewal_answer_to_proto(answer)
+            renewal = wire.renewal_from_proto(message)
+            answer = await self._service.renew(renewal)
+            if answer.directives or not renewal.quiet:
+                yield wire.renewal_answer_to_proto(answer, number=message.number)
 
     async def ReportRank(
         self, request: pb.ReportRankRequest, context: Context
@@ -129,9 +142,10 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 yield pb.WatchResponse(fleet=wire.fleet_to_proto(fleet, now_s=now_s))
 
     async def Route(self, request: pb.RouteRequest, context: Context) -> pb.RouteResponse:
-        return await self._route(request)
+        return await self.routed(request)
 
-    async def _route(self, request: pb.RouteRequest) -> pb.RouteResponse:
+    async def routed(self, request: pb.RouteRequest) -> pb.RouteResponse:
+        """Pick a pair."""
         pair = await self._service.route(
             wire.request_shape_from_proto(request),
             replaces=request.replaces_reservation_id,
@@ -144,6 +158,10 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def RouteBatch(
         self, request: pb.RouteBatchRequest, context: Context
     ) -> pb.RouteBatchResponse:
+        return await self.batched(request)
+
+    async def batched(self, request: pb.RouteBatchRequest) -> pb.RouteBatchResponse:
+        """Pick a pair for each."""
         return await self._batches.batch(request)
 
     async def RouteStream(
@@ -163,6 +181,10 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         return pb.MoveResponse(pair=wire.pair_to_proto(pair))
 
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
+        return await self.completed(request)
+
+    async def completed(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
+        """Apply facts."""
         events = [wire.request_event_from_proto(event) for event in request.events]
         return pb.CompleteResponse(unknown=await self._service.complete(events))
 
