@@ -94,6 +94,7 @@ def evidence(
         gc.CANARY: {"token_ids": [7, 8, 9], "eos_ok": True, "sampling_ok": True},
         gc.BASICS: {"eos": True, "max_tokens": True, "structured": "not offered"},
         gc.KV_POOL: {"kv_total_blocks": blocks, "free_blocks": blocks},
+        gc.KV_HASHES: {"token_ids": [], "block_size": 16, "told": []},
         gc.PROFILE: {"name": PROFILE.name, "digest": PROFILE.digest},
         gc.LEASE: {"epoch": epoch},
         gc.GROUP: {"group_epoch": group_epoch},

@@ -15,6 +15,7 @@ KV_CONNECTOR = "kv_connector"
 CANARY = "canary"
 BASICS = "basics"
 KV_POOL = "kv_pool"
+KV_HASHES = "kv_hashes"
 PROFILE = "profile"
 LEASE = "lease"
 GROUP = "group"
@@ -30,6 +31,8 @@ GROUP = "group"
 #                     repeat_token_ids: the same question asked again
 # basics              eos, max_tokens: true; structured: true or "not offered"
 # kv_pool             kv_total_blocks, free_blocks (after the canary)
+# kv_hashes           token_ids (a prompt that was computed), block_size, told: the hashes of its
+#                     blocks as the worker's KV events name them (decimal), empty when none came
 # profile             name, digest; document (the profile itself) where the router may not have it
 # lease               epoch
 # group               group_epoch
@@ -42,6 +45,7 @@ GATE_CHECKS: dict[str, tuple[str, ...]] = {
     CANARY: ("token_ids", "eos_ok", "sampling_ok"),
     BASICS: ("eos", "max_tokens", "structured"),
     KV_POOL: ("kv_total_blocks", "free_blocks"),
+    KV_HASHES: ("token_ids", "block_size", "told"),
     PROFILE: ("name", "digest"),
     LEASE: ("epoch",),
     GROUP: ("group_epoch",),

@@ -17,6 +17,7 @@ import numpy as np
 from readyplane.core.errors import LostLease, NotFound, Overloaded, StaleEpoch, Unavailable
 from readyplane.core.identity import KvFormat, Manifest, chunk_hash, digest_of_bytes
 from readyplane.core.startup import Segment, SegmentName, WeightTier
+from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import (
     CheckResult,
     Fleet,
@@ -32,6 +33,7 @@ from readyplane.ports import (
     FetchPlan,
     GateVerdict,
     GroupStatus,
+    KvEvent,
     KvEventBatch,
     RankedSource,
     RankReport,
@@ -424,6 +426,8 @@ class TwinEngine:
         self.idle = True
         self.stopped = 0
         self.events: asyncio.Queue[KvEventBatch] = asyncio.Queue()
+        self.asked: tuple[int, ...] = ()
+        self.told = False
         self.die_in_start = False
         self.hang = False
         self.answer_of: Callable[[Sequence[int]], tuple[int, ...]] | None = None
@@ -476,6 +480,7 @@ class TwinEngine:
         kv_transfer_params: Mapping[str, Any] | None = None,
         timeout_s: float = 30.0,
     ) -> GenerateResult:
+        self.asked = tuple(prompt_token_ids)
         full = self.golden if self.answer_of is None else self.answer_of(prompt_token_ids)
         if ignore_eos:
             full = (*full, *([5] * max_tokens))
@@ -491,6 +496,10 @@ class TwinEngine:
         return tuple(b + 3 for b in text.encode())
 
     async def kv_events(self) -> AsyncIterator[KvEventBatch]:
+        if not self.told:  # the start asks once, and forwards later
+            self.told = True
+            hashes = sequence_hashes(pack_tokens(self.asked), self.serving().block_size)
+            yield KvEventBatch(0, (KvEvent("stored", hashes),))
         while True:
             yield await self.events.get()
 

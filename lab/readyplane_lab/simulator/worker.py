@@ -546,6 +546,8 @@ class SimWorker:
             gc.CANARY: {"token_ids": list(golden), "eos_ok": True, "sampling_ok": True},
             gc.BASICS: {"eos": True, "max_tokens": True, "structured": gc.NOT_OFFERED},
             gc.KV_POOL: {"kv_total_blocks": blocks, "free_blocks": blocks},
+            # Prompts have no tokens here: engines and router are given the same hashes.
+            gc.KV_HASHES: {"token_ids": [], "block_size": 0, "told": []},
             gc.PROFILE: {"name": self._told.name, "digest": self._told.digest},
             gc.LEASE: {"epoch": self._epoch},
             gc.GROUP: {"group_epoch": group_epoch},

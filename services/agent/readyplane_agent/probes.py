@@ -11,12 +11,14 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from readyplane.core import gate_checks as gc
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable, Unsupported
 from readyplane.core.identity import Manifest, compatible, digest_of_bytes
 from readyplane.core.profile import ClassProfile
+from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import CheckResult, Fleet, Role, Serving, Worker, WorkerState
 from readyplane.kit.clock import Clock
 from readyplane_agent.arena import Arena
@@ -25,6 +27,8 @@ from readyplane_agent.engines.port import EnginePort, GenerateResult
 
 PROBE_LIMIT_S = 60.0
 PEERS_MAX = 2
+KV_EVENTS_WAIT_S = 3.0
+KV_HASHES_MAX = 64
 KV_SETTLE_S = 1.0
 SAFETENSORS_HEAD_BYTES_MAX = 100 * 2**20
 # Asked of an engine whose artifact records no question: any tokens that every vocabulary has.
@@ -301,6 +305,43 @@ async def kv_pool(engine: EnginePort, serving: Serving, clock: Clock) -> CheckRe
         {"kv_total_blocks": total, "free_blocks": free},
         "" if right else f"engine says {total} blocks, {free} free; {serving.kv_total_blocks} told",
     )
+
+
+async def kv_hashes(engine: EnginePort, question: Question, serving: Serving) -> CheckResult:
+    """What the engine's KV events name a prompt's blocks, for the router to compare (B95).
+
+    A prompt of its own, of two blocks where they fit: the canary's may be shorter than a block.
+    """
+    size = serving.block_size
+    length = min(2 * size + 1, serving.max_model_len - 1)
+    tokens = [t for t, _ in zip(cycle(question.prompt[::-1]), range(length), strict=False)]
+    wanted = set(sequence_hashes(pack_tokens(tokens), size))
+    told: list[str] = []
+    why = f"no KV events within {KV_EVENTS_WAIT_S:g} s: its prefixes are guessed"
+    events = engine.kv_events()
+    try:
+        await engine.generate(tokens, max_tokens=1, timeout_s=PROBE_LIMIT_S)
+        async with asyncio.timeout(KV_EVENTS_WAIT_S):
+            async for batch in events:
+                stored = [h for e in batch.events if e.kind == "stored" for h in e.block_hashes]
+                wanted -= set(stored)
+                told = [*told, *map(str, stored)][-KV_HASHES_MAX:]
+                if not wanted:
+                    break
+    except TimeoutError:
+        pass
+    except ReadyplaneError as error:
+        why = str(error)
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]
+    evidence = {"token_ids": tokens, "block_size": size, "told": told}
+    return CheckResult(gc.KV_HASHES, not wanted or not told, evidence, "" if told else why)
+
+
+def no_kv_hashes(serving: Serving, why: str) -> CheckResult:
+    """The engine's KV events are followed by nobody."""
+    evidence = {"token_ids": [], "block_size": serving.block_size, "told": []}
+    return CheckResult(gc.KV_HASHES, True, evidence, why)
 
 
 def peers_for(fleet: Fleet, *, worker_id: str, role: Role, serving: Serving) -> list[Worker]:

@@ -352,13 +352,18 @@ class Start:
                 self._connector(serving, question, first.token_ids),
             )
             checks = [*asked, connector, probes.profile_check(self._profile)]
-            checks += self._loaded(serving)
+            checks += [*self._loaded(serving), await self._kv_hashes(serving, question)]
             checks.append(await probes.kv_pool(self._engine, serving, self._clock))
             self._started.serving, self._started.checks = serving, tuple(checks)
             span.detail = f"answered {list(first.token_ids)[:8]}"
             _refuse_failed("start", checks)
             await self._rank("connected")
             await self._rank("placed")
+
+    async def _kv_hashes(self, serving: Serving, question: probes.Question) -> CheckResult:
+        if self._started.arena is None:
+            return probes.no_kv_hashes(serving, "an attached engine's KV events are not followed")
+        return await probes.kv_hashes(self._engine, question, serving)
 
     def _loaded(self, serving: Serving) -> list[CheckResult]:
         arena = self._started.arena

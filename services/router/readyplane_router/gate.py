@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from readyplane.core import gate_checks as gc
+from readyplane.core.errors import InvalidField
 from readyplane.core.identity import Manifest
 from readyplane.core.profile import ClassProfile
+from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import CheckResult, Role, Serving, WorkerOffer
 
 # Blocks an engine keeps for itself (vLLM: one null block) and what the canary may still hold.
@@ -256,6 +258,29 @@ def _kv_pool(case: _Case) -> list[str]:
     return reasons
 
 
+def _kv_hashes(case: _Case) -> list[str]:
+    """Whether the worker names a prompt's blocks as the router does (field report B95).
+
+    A worker that tells of no blocks may join: its prefixes are guessed, and that is said (B102).
+    One that names them otherwise would never be found to hold anything.
+    """
+    told = case.evidence["told"]
+    if not told:
+        return []
+    size = _count(case, "block_size")
+    if size != case.serving.block_size:
+        return [f"blocks of {size} tokens, serving says {case.serving.block_size}"]
+    tokens = _tokens(case.evidence["token_ids"]) or ()
+    try:
+        wanted = [str(h) for h in sequence_hashes(pack_tokens(tokens), size)]
+    except InvalidField as error:
+        return [str(error)]
+    if not wanted:
+        return [f"{len(tokens)} tokens are no full block of {size}"]
+    missing = sorted(set(wanted) - {str(h) for h in told})
+    return [f"hash_mismatch: told {_shown(told)}, wanted {_shown(wanted)}"] if missing else []
+
+
 def _profile(case: _Case) -> list[str]:
     name, digest = case.evidence["name"], case.evidence["digest"]
     reasons = []
@@ -296,6 +321,7 @@ _JUDGES: Mapping[str, _Judge] = {
     gc.CANARY: _canary,
     gc.BASICS: _basics,
     gc.KV_POOL: _kv_pool,
+    gc.KV_HASHES: _kv_hashes,
     gc.PROFILE: _profile,
     gc.LEASE: _lease,
     gc.GROUP: _group,
