@@ -81,15 +81,25 @@ def test_the_prefill_leg_does_not_wait_for_the_reservation() -> None:
     play(story)
 
 
-def test_decode_waits_for_the_reservation() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_answered_or_told_before_the_reservation_stands(stream: bool) -> None:
     async def story(world: World) -> None:
         early(world, reserve_s=1.0)
-        asking = asyncio.ensure_future(world.ask())
-        await asyncio.sleep(0.5)
-        assert len(world.engine("p1").calls()) == 1
-        assert not world.engine("d1").calls()
-        assert not world.engine("d2").calls()
+        heard: list[bytes] = []
+
+        async def read(data: bytes) -> None:
+            heard.append(data)
+
+        asking = asyncio.ensure_future(world.ask(stream=stream, read=read))
+        await asyncio.sleep(0.9)
+        assert len(world.engine("p1").calls()) == len(world.engine("d1").calls()) == 1
+        assert not heard
+        (reservation,) = world.router.reservations.values()
+        assert not reservation.events
         assert (await asking).status == 200
+        assert len(world.engine("p1").calls()) == len(world.engine("d1").calls()) == 1
+        await world.settle()
+        assert [str(e.kind) for e in reservation.events][0] == "prefill_done"
 
     play(story)
 

@@ -1,8 +1,8 @@
-"""A pair that has been chosen and is still being reserved: its prefill leg need not wait for that.
+"""A pair that has been chosen and is still being reserved: its legs need not wait for that.
 
-Owns the time between choice and reservation, where who chooses pairs is in this process. The leg
-begins on the choice; should the store refuse it (another router was first) the leg is cut off and
-another pair takes its place, so that nothing is decoded, told or answered on half a reservation.
+Owns the time between choice and reservation, where who chooses pairs is in this process. The legs
+begin on the choice; should the store refuse it (another router was first) they are cut off and
+another pair takes its place, so that nothing is told or answered on half a reservation.
 """
 
 from __future__ import annotations

@@ -284,14 +284,53 @@ class Proxy:
         return fresh, await self._hand_over(way.call, fresh, way.bodies)
 
     async def _both_legs(self, way: Way, booking: Booking) -> Failure | None:
-        ask, call, bodies = way.ask, way.call, way.bodies
-        handover = await self._hand_over(call, booking, bodies)
-        pair = booking.pair
-        if pair.local:
+        """Both legs of a pair, which may still be being reserved: nothing is told or answered
+        before that, and a pair that was not reserved gives way to the one that was.
+
+        Raises:
+            LegFailed, ClientFault. ReadyplaneError: no pair was reserved after all.
+        """
+        call, ahead = way.call, way.call.ahead
+        if ahead is None:
+            return await self._legs_of(way, booking)
+        try:
+            with ahead:
+                return await self._legs_of(way, booking)
+        except Refused:
+            pass
+        except (LegFailed, ClientFault):
+            if call.ahead is None or await ahead.confirmed() is booking.pair:
+                call.ahead = None
+                raise
+        booking.pair = await ahead.confirmed()
+        call.ahead = None
+        return await self._legs_of(way, booking)
+
+    async def _stands(self, call: Call, booking: Booking, handover: Handover) -> None:
+        """The pair is reserved; now it may be told and answered.
+
+        Raises:
+            Refused: another one was. ReadyplaneError: none was.
+        """
+        if call.ahead is not None:
+            if await call.ahead.confirmed() is not booking.pair:
+                raise Refused
+            call.ahead = None
+            self._prefilled(booking, handover)
+
+    def _prefilled(self, booking: Booking, handover: Handover) -> None:
+        if booking.pair.local:
             self._meters.handovers.labels("local").inc()
         else:
             booking.prefill_done(handover.cached_tokens)
             self._meters.handovers.labels("handed_over" if handover.params else "missing").inc()
+
+    async def _legs_of(self, way: Way, booking: Booking) -> Failure | None:
+        ask, call, bodies = way.ask, way.call, way.bodies
+        handover = await self._prefill(call, booking, bodies)
+        pair = booking.pair
+        if call.ahead is None:
+            self._prefilled(booking, handover)
         call.stage = "decode"
         leg_name = "local" if pair.local else "decode"
         began_s = self._clock.monotonic_s()
@@ -332,8 +371,8 @@ class Proxy:
                 self._later(self._abandon(pair.prefill, params=handover.params))
 
     async def _hand_over(self, call: Call, booking: Booking, bodies: Bodies) -> Handover:
-        """The prefill leg of a pair, which may still be being reserved; when it has ended, so has
-        that, and `booking` has the pair that was reserved.
+        """The prefill leg alone, of a pair that may still be being reserved; when it has ended, so
+        has that, and `booking` has the pair that was reserved.
 
         Raises:
             LegFailed, ClientFault. ReadyplaneError: no pair was reserved after all.
@@ -407,6 +446,7 @@ class Proxy:
         """
         ask, call, sink = way.ask, way.call, way.sink
         answer, usage = await self._onward.whole(way, leg)
+        await self._stands(call, booking, handover)
         elapsed_s = self._clock.monotonic_s() - call.arrived_s
         tokens = (usage.completion_tokens if usage else None) or 0
         slo = call.slo or self._bounds.slo
@@ -431,6 +471,7 @@ class Proxy:
         pump = Pump(self._clock, self._bounds, call, booking, leg)
         scan = SseScan(keep_last=ask.include_usage, keep_each=ask.usage_in_each)
         first = await pump.first(scan)
+        await self._stands(call, booking, handover)
         pump.first_token(scan.tokens)
         await sink.start(200, [*STREAM_HEADERS, *self._pair_headers(booking, handover)])
         call.begun = True
