@@ -201,7 +201,12 @@ class KvEventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """One message of a worker's session."""
+    """One message of a worker's session.
+
+    Attributes:
+        quiet: an answer that says nothing need not come; for whoever renews often and asks for an
+            answer well within the ttl all the same.
+    """
 
     worker_id: str
     incarnation: str
@@ -210,14 +215,19 @@ class Renewal:
     load: LoadReport | None = None
     kv_events: tuple[KvEventBatch, ...] = ()
     drained: bool = False
+    quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RenewalAnswer:
-    """The lease as it now stands, and directives (repeated until done)."""
+    """The lease as it now stands, and directives (repeated until done).
+
+    `heard`: the router said so; False after a quiet renewal that nobody waited for.
+    """
 
     lease: Lease
     directives: tuple[Directive, ...] = ()
+    heard: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,11 +52,26 @@ class _Session:
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self.stream: Any = None
+        self.number = 0
+        self.answer: RenewalAnswer | None = None
+        self._reading: asyncio.Task[Any] | None = None
 
     def drop(self) -> None:
         stream, self.stream = self.stream, None
+        self._reading, self.answer = None, None
         if stream is not None:
             stream.cancel()
+
+    def reading(self) -> asyncio.Task[Any]:
+        """The next answer; one read at a time, kept while nobody waits for it."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self.stream.read())
+            self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._reading
+
+    def read(self) -> None:
+        """What was read has been used."""
+        self._reading = None
 
 
 class RouterClient(ServiceClient):
@@ -113,11 +128,13 @@ class RouterClient(ServiceClient):
     async def renew(self, renewal: Renewal) -> RenewalAnswer:
         """Renew over the worker's stream, opening it anew while the call's bound lasts.
 
+        A quiet one is sent without waiting for its answer; a directive comes with the next one.
+
         Raises:
             LostLease, StaleEpoch: the lease is over; so is the stream.
             Unavailable: no answer within `timeout_s`.
         """
-        message = built("Session", lambda: wire.renewal_to_proto(renewal))
+        built("Session", lambda: wire.renewal_to_proto(renewal))
         key = (renewal.worker_id, renewal.incarnation)
         session = self._sessions.setdefault(key, _Session())
         fault: ReadyplaneError | None = None
@@ -126,8 +143,7 @@ class RouterClient(ServiceClient):
             async with asyncio.timeout(self.timeout_s), session.turn:
                 while True:
                     try:
-                        answer = await self._exchange(session, message)
-                        return wire.renewal_answer_from_proto(answer)
+                        return await self._exchange(session, renewal)
                     except Unavailable as error:
                         fault = error
                     await self._clock.sleep(pause_s)
@@ -141,14 +157,23 @@ class RouterClient(ServiceClient):
             self._sessions.pop(key, None)
             raise
 
-    async def _exchange(self, session: _Session, message: pb.SessionRequest) -> pb.SessionResponse:
+    async def _exchange(self, session: _Session, renewal: Renewal) -> RenewalAnswer:
         try:
             if session.stream is None:
                 session.stream = self.stub.Session(metadata=self.metadata())
-            stream = session.stream
+            stream, last, quiet = session.stream, session.answer, renewal.quiet
+            session.number += 1
+            number = session.number
             try:
-                await stream.write(message)
-                answer = await stream.read()
+                await stream.write(wire.renewal_to_proto(renewal, number=number))
+                while True:
+                    reading = session.reading()
+                    if quiet and last is not None and not reading.done():
+                        return replace(last, directives=(), heard=False)
+                    answer = await reading
+                    session.read()
+                    if answer is grpc.aio.EOF or quiet or answer.number in (0, number):
+                        break  # else a late one to a quiet message
             except RPC_ENDED as error:
                 found = error if isinstance(error, grpc.RpcError) else await status_of(stream)
                 raise self.error(found) from error
@@ -159,7 +184,8 @@ class RouterClient(ServiceClient):
                 what = f"the router at {self.address} ended the session"
                 raise Unavailable(what, "the next renewal opens another")
             assert isinstance(answer, pb.SessionResponse)
-            return answer
+            session.answer = wire.renewal_answer_from_proto(answer)
+            return session.answer
         except BaseException:
             # Whatever went wrong, a late answer must never be taken for that of another message.
             session.drop()

@@ -122,11 +122,19 @@ class SessionRequest(google.protobuf.message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     KV_EVENTS_FIELD_NUMBER: builtins.int
     DRAINED_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    QUIET_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     epoch: builtins.int
     drained: builtins.bool
     """True when the worker holds nothing for anybody any more (no sequence, no KV being read)."""
+    number: builtins.int
+    """Given back in the answer to this message."""
+    quiet: builtins.bool
+    """Answer only if there is something to do. Whoever sets it must ask for an answer well within the
+    ttl all the same.
+    """
     @property
     def progress(self) -> readyplane.v1.worker_pb2.StartProgress:
         """Absent fields mean: no news."""
@@ -145,9 +153,11 @@ class SessionRequest(google.protobuf.message.Message):
         load: readyplane.v1.worker_pb2.LoadReport | None = ...,
         kv_events: collections.abc.Iterable[Global___KvEventBatch] | None = ...,
         drained: builtins.bool = ...,
+        number: builtins.int = ...,
+        quiet: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["load", b"load", "progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drained", b"drained", "epoch", b"epoch", "incarnation", b"incarnation", "kv_events", b"kv_events", "load", b"load", "progress", b"progress", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drained", b"drained", "epoch", b"epoch", "incarnation", b"incarnation", "kv_events", b"kv_events", "load", b"load", "number", b"number", "progress", b"progress", "quiet", b"quiet", "worker_id", b"worker_id"]) -> None: ...
 
 Global___SessionRequest: typing_extensions.TypeAlias = SessionRequest
 
@@ -157,6 +167,9 @@ class SessionResponse(google.protobuf.message.Message):
 
     LEASE_FIELD_NUMBER: builtins.int
     DIRECTIVES_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Of the request that is answered."""
     @property
     def lease(self) -> readyplane.v1.worker_pb2.Lease: ...
     @property
@@ -168,9 +181,10 @@ class SessionResponse(google.protobuf.message.Message):
         *,
         lease: readyplane.v1.worker_pb2.Lease | None = ...,
         directives: collections.abc.Iterable[Global___Directive] | None = ...,
+        number: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["directives", b"directives", "lease", b"lease"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["directives", b"directives", "lease", b"lease", "number", b"number"]) -> None: ...
 
 Global___SessionResponse: typing_extensions.TypeAlias = SessionResponse
 

@@ -87,8 +87,8 @@ def kv_event_batch_from_proto(message: pb.KvEventBatch) -> KvEventBatch:
     return KvEventBatch(message.sequence, tuple(kv_event_from_proto(e) for e in message.events))
 
 
-def renewal_to_proto(renewal: Renewal) -> pb.SessionRequest:
-    """Renewal as one message up the session."""
+def renewal_to_proto(renewal: Renewal, *, number: int = 0) -> pb.SessionRequest:
+    """Renewal as one message up the session; `number` comes back with its answer."""
     progress, load = renewal.progress, renewal.load
     return pb.SessionRequest(
         worker_id=renewal.worker_id,
@@ -98,6 +98,8 @@ def renewal_to_proto(renewal: Renewal) -> pb.SessionRequest:
         load=None if load is None else load_report_to_proto(load),
         kv_events=[kv_event_batch_to_proto(b) for b in renewal.kv_events],
         drained=renewal.drained,
+        number=number,
+        quiet=renewal.quiet,
     )
 
 
@@ -112,6 +114,7 @@ def renewal_from_proto(message: pb.SessionRequest) -> Renewal:
         load=load_report_from_proto(message.load) if has("load") else None,
         kv_events=tuple(kv_event_batch_from_proto(b) for b in message.kv_events),
         drained=message.drained,
+        quiet=message.quiet,
     )
 
 
@@ -135,11 +138,12 @@ def directive_from_proto(message: pb.Directive) -> Directive:
     return Directive(message.kind, left, message.reason, role)
 
 
-def renewal_answer_to_proto(answer: RenewalAnswer) -> pb.SessionResponse:
-    """Answer as one message down the session."""
+def renewal_answer_to_proto(answer: RenewalAnswer, *, number: int = 0) -> pb.SessionResponse:
+    """Answer as one message down the session, to the request of that number."""
     return pb.SessionResponse(
         lease=lease_to_proto(answer.lease),
         directives=[directive_to_proto(d) for d in answer.directives],
+        number=number,
     )
 
 

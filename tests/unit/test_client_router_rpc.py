@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -22,7 +23,15 @@ from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo
 from readyplane.core.worker import Fleet, Lease, LoadReport, Role, Worker, WorkerOffer, WorkerState
 from readyplane.kit.auth import TokenCheck
 from readyplane.kit.rpc import OPTIONS, Guard
-from readyplane.ports import End, KvEvent, KvEventBatch, Pair, Renewal, RenewalAnswer
+from readyplane.ports import (
+    Directive,
+    End,
+    KvEvent,
+    KvEventBatch,
+    Pair,
+    Renewal,
+    RenewalAnswer,
+)
 from readyplane.v1 import router_pb2 as pb
 from readyplane.v1 import router_pb2_grpc
 
@@ -44,10 +53,12 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
 
     Admit = Drain = Activate = Flip = None  # type: ignore[assignment]
     GetSignals = ListWorkers = ReportRank = None  # type: ignore[assignment]
+    Move = Ration = RouteBatch = RouteStream = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.sessions = 0
         self.renewals: list[Renewal] = []
+        self.directives: tuple[Directive, ...] = ()
         self.requests: list[Any] = []
         self.on_renewal: Callable[[Renewal], Any] = lambda renewal: None
         self.fleet = Fleet(1, {"w-1": Worker(OFFER, 1, WorkerState.READY, ready_s=0.0)})
@@ -66,8 +77,10 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
             bent = self.on_renewal(renewal)
             if asyncio.iscoroutine(bent):
                 await bent
-            answer = RenewalAnswer(Lease(renewal.worker_id, renewal.incarnation, renewal.epoch, 5))
-            yield wire.renewal_answer_to_proto(answer)
+            lease = Lease(renewal.worker_id, renewal.incarnation, renewal.epoch, 5)
+            if self.directives or not renewal.quiet:
+                answer = RenewalAnswer(lease, self.directives)
+                yield wire.renewal_answer_to_proto(answer, number=message.number)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         while True:
@@ -150,6 +163,45 @@ async def test_a_lost_lease_ends_the_stream(router: FakeRouter, error: Exception
             router.on_renewal = lambda _: None
             await client.renew(renewal(2))
             assert router.sessions == 2
+        finally:
+            await client.aclose()
+
+
+async def test_a_quiet_renewal_waits_for_nothing_and_misses_nothing(router: FakeRouter) -> None:
+    async def told(number: int) -> None:
+        async with asyncio.timeout(5.0):
+            while len(router.renewals) < number:
+                await asyncio.sleep(0.01)
+
+    async with serving(router) as (port, _):
+        client = RouterClient(f"127.0.0.1:{port}")
+        quiet = replace(renewal(1), quiet=True)
+        try:
+            assert (await client.renew(renewal())).heard
+            for _ in range(3):
+                assert await client.renew(quiet) == RenewalAnswer(
+                    Lease("w-1", "inc-1", 7, 5.0), heard=False
+                )
+            await told(4)
+            router.directives = (Directive("drain", 9.0, "scaled down"),)
+            await client.renew(quiet)
+            await told(5)
+            await asyncio.sleep(0.1)
+            router.directives = ()
+            late = await client.renew(quiet)  # the answer to the one before has come by now
+            assert late.heard and [d.kind for d in late.directives] == ["drain"]
+            loud = await client.renew(renewal(9))
+            assert loud.heard and loud.directives == () and router.sessions == 1
+
+            def refuse(_: Renewal) -> None:
+                raise LostLease("w-1", "inc-1", "expired")
+
+            router.on_renewal = refuse
+            await client.renew(quiet)
+            await told(7)
+            await asyncio.sleep(0.1)
+            with pytest.raises(LostLease):  # said with the next one
+                await client.renew(quiet)
         finally:
             await client.aclose()
 

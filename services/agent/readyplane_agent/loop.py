@@ -31,6 +31,8 @@ KV_GATHER_S = 0.2
 BACKOFF_S = 0.2
 BACKOFF_MAX_S = 5.0
 JITTER = 0.1
+QUIET = 0.25
+"""Share of the ttl for which an answer is new enough: most that renewals cost is answering them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,7 @@ class Session:
             load=news.load,
             kv_events=self._kv.take(),
             drained=news.drained,
+            quiet=self._heard_lately(lease),
         )
         try:
             async with asyncio.timeout(lease.answer_within_s):
@@ -195,7 +198,8 @@ class Session:
             log.warning("renewal failed (%s); serving on, asking again in %.1f s", why, wait_s)
             return wait_s
         self.failures = 0
-        self.contact_s = self._clock.monotonic_s()
+        if answer.heard:
+            self.contact_s = self._clock.monotonic_s()
         self.lease = answer.lease
         for directive in answer.directives:
             if directive.kind == "replay_kv":
@@ -206,6 +210,11 @@ class Session:
         if news.within_s is not None:
             turn_s = min(turn_s, news.within_s)
         return turn_s * (1 - JITTER * self._random())
+
+    def _heard_lately(self, lease: Lease) -> bool:
+        """Whether the last answer is new enough to go on without another one."""
+        silent_s = self._clock.monotonic_s() - (self.contact_s or 0.0)
+        return self.contact_s is not None and silent_s < QUIET * lease.ttl_s
 
     async def _again(self, error: ReadyplaneError) -> float:
         """Ask for the lease anew; the router knows whether somebody else has it by now."""

@@ -1,0 +1,121 @@
+"""What renewals cost: 2,000 workers at 1 Hz, each over a stream of its own.
+
+`python -m bench.renew [--workers N] [--window-s S]`. Prints at the end:
+
+    bench-renew renew_core_share= redis_core_share= postgres_core_share= renewals_per_s=
+
+renew_core_share: CPU seconds a second of the router process, with real Redis and Postgres and a
+load report in every renewal; redis_core_share, postgres_core_share: of theirs, on our account. No
+request is routed meanwhile. The agents run in a process of their own, which is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from readyplane.kit.clock import SystemClock
+from readyplane_lab.up.processes import ProcessTable
+from readyplane_lab.up.services import Services
+from readyplane_lab.up.stores import connect_or_embed
+
+AGENTS = "agents"
+READY_S_MAX = 180.0
+
+
+async def _measure(folder: Path, workers: int, window_s: float) -> dict[str, float]:
+    for name in ("pg", "redis", "logs", "run"):
+        (folder / name).mkdir()
+    async with (
+        ProcessTable(folder / "run") as table,
+        await connect_or_embed(folder / "pg", folder / "redis", logs_dir=folder / "logs") as stores,
+    ):
+        services = Services(
+            table,
+            run_dir=folder / "run",
+            logs_dir=folder / "logs",
+            environment={
+                **os.environ,
+                "READYPLANE_DATABASE_URL": stores.database_url,
+                "READYPLANE_REDIS_URL": stores.redis_url,
+            },
+            clock=SystemClock(),
+            gave_up=print,
+        )
+        router = services.plan("router")
+        try:
+            await services.start(router)
+            log = folder / "logs" / "agents.log"
+            await _agents(table, router.grpc, workers, folder / "run" / "agents.ready", log)
+            return await _window(table, log, window_s)
+        finally:
+            await services.close()
+
+
+async def _agents(table: ProcessTable, address: str, workers: int, ready: Path, log: Path) -> None:
+    command = [sys.executable, "-m", "bench.renew_agents", "--router", address]
+    command += ["--workers", str(workers), "--ready-file", str(ready)]
+    await table.spawn(AGENTS, command, {**os.environ}, log)
+    async with asyncio.timeout(READY_S_MAX):
+        while not ready.exists():
+            if table.returncode(AGENTS) is not None:
+                raise SystemExit(f"the agents ended:\n{table.log_tail(AGENTS)}")
+            await asyncio.sleep(0.1)
+
+
+async def _window(table: ProcessTable, log: Path, window_s: float) -> dict[str, float]:
+    clock = SystemClock()
+    pids = {record.name: record.pid for record in table.running()}
+    router = psutil.Process(pids["router"])
+    groups: dict[str, list[psutil.Process]] = {"router": [router], "redis": [], "postgres": []}
+    for process in psutil.Process().children(recursive=True):
+        name = process.name()
+        if "valkey" in name or "redis" in name:
+            groups["redis"].append(process)
+        elif "postgres" in name:
+            groups["postgres"].append(process)
+    before, count = {name: _cpu_s(found) for name, found in groups.items()}, _renewed(log)
+    began_s = clock.monotonic_s()
+    await asyncio.sleep(window_s)
+    took_s = clock.monotonic_s() - began_s
+    share = {name: (_cpu_s(found) - before[name]) / took_s for name, found in groups.items()}
+    return {
+        "renew_core_share": share["router"],
+        "redis_core_share": share["redis"],
+        "postgres_core_share": share["postgres"],
+        "renewals_per_s": (_renewed(log) - count) / took_s,
+    }
+
+
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes if process.is_running()]
+    return float(sum(t.user + t.system for t in times))
+
+
+def _renewed(log: Path) -> int:
+    told = [line.split() for line in log.read_text().splitlines() if line.startswith("renewed ")]
+    if int(told[-1][3]):
+        raise SystemExit(f"renewals failed:\n{log.read_text()[-2000:]}")
+    return int(told[-1][1])
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="what renewals cost")
+    parser.add_argument("--workers", type=int, default=2_000)
+    parser.add_argument("--window-s", type=float, default=20.0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(_measure(Path(folder), given.workers, given.window_s))
+    print("bench-renew " + " ".join(f"{k}={v:.3f}" for k, v in figures.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

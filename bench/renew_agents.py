@@ -1,0 +1,152 @@
+"""Agents for the renewal bench, in a process of their own: lean, so that the router is measured.
+
+`python -m bench.renew_agents --router HOST:PORT --workers N --ready-file FILE`. Each worker passes
+the gate as an attached one, then renews once a second over a stream and a connection of its own,
+with a load report that changes. Prints `renewed N` every second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from readyplane import profiles, wire
+from readyplane.client import RouterClient
+from readyplane.core import gate_checks as gc
+from readyplane.core.identity import KvFormat
+from readyplane.core.worker import CheckResult, LoadReport, Role, Serving, WorkerOffer
+from readyplane.ports import RankReport, Renewal
+from readyplane_router.group import STEPS
+
+PROFILE = profiles.load("h200-llama8b-fp8")
+BLOCKS = 10_000
+DIGEST = "sha256:" + "0" * 64
+ADMITTING_MAX = 16
+EVERY_S = 1.0
+OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+
+
+class Renewed:
+    """Renewals that were answered."""
+
+    count = 0
+    failed = 0
+
+
+async def join(router: RouterClient, number: int, ranks: tuple[str, ...]) -> tuple[str, int]:
+    """Through the gate; returns worker id and epoch."""
+    role = Role.PREFILL if number % 3 == 0 else Role.DECODE
+    name = f"w{number}"
+    offer = WorkerOffer(name, f"{name}-1", role, "demo", PROFILE.worker_class, attached=True)
+    lease = await router.register(offer)
+    group_epoch = 0
+    for step in ranks:
+        status = await router.report_rank(
+            RankReport(name, offer.incarnation, lease.epoch, 0, step, DIGEST)
+        )
+        group_epoch = status.group_epoch
+    answer = {"token_ids": [1], "repeat_token_ids": [1], "eos_ok": True, "sampling_ok": True}
+    evidence: dict[str, dict[str, Any]] = {
+        **{check: {gc.NOT_APPLICABLE: "already running"} for check in gc.ATTACHED_MAY_SKIP},
+        gc.KV_CONNECTOR: {"outbound": True, "inbound": True, "detail": "both ways"},
+        gc.CANARY: answer,
+        gc.BASICS: {"eos": True, "max_tokens": True, "structured": gc.NOT_OFFERED},
+        gc.KV_POOL: {"kv_total_blocks": BLOCKS, "free_blocks": BLOCKS},
+        gc.PROFILE: {"name": PROFILE.name, "digest": PROFILE.digest},
+        gc.LEASE: {"epoch": lease.epoch},
+        gc.GROUP: {"group_epoch": group_epoch},
+    }
+    serving = Serving(
+        engine_url=f"http://127.0.0.1:{1024 + number}",
+        kv=KvFormat(DIGEST, block_size=64),
+        kv_total_blocks=BLOCKS,
+        block_size=64,
+        max_model_len=32_768,
+        profile=PROFILE.name,
+        max_num_seqs=256,
+    )
+    verdict = await router.admit(
+        name,
+        offer.incarnation,
+        lease.epoch,
+        serving=serving,
+        checks=[CheckResult(check, True, found) for check, found in evidence.items()],
+    )
+    if not verdict.admitted:
+        raise SystemExit(f"{name} was not admitted: {verdict.reasons}")
+    return name, lease.epoch
+
+
+async def keep(address: str, name: str, epoch: int, phase_s: float, renewed: Renewed) -> None:
+    """Renew for ever; messages are bytes, so that this process stays cheap."""
+    await asyncio.sleep(phase_s)
+    loop = asyncio.get_running_loop()
+    async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
+        stream = channel.stream_stream("/readyplane.v1.Router/Session")()  # type: ignore[var-annotated]
+        due_s = loop.time()
+        for iteration in itertools.count(1):
+            load = LoadReport(
+                running=8,
+                waiting=0,
+                waiting_prefill_tokens=100,
+                kv_used_blocks=500 + iteration % 7,
+                kv_total_blocks=BLOCKS,
+                prefill_tokens_total=1_000 * iteration,
+                decode_tokens_total=400 * iteration,
+                cached_tokens_total=0,
+                preemptions_total=0,
+                iterations_total=50 * iteration,
+                age_s=0.05,
+            )
+            # As an agent does at this pace: an answer is new enough for one more renewal.
+            quiet = iteration % 2 == 0
+            renewal = Renewal(name, f"{name}-1", epoch, load=load, quiet=quiet)
+            message = wire.renewal_to_proto(renewal, number=iteration)
+            await stream.write(message.SerializeToString())
+            if not quiet and await stream.read() is grpc.aio.EOF:
+                renewed.failed += 1
+                print(f"{name}: {await stream.code()} {await stream.details()}", flush=True)
+                return
+            renewed.count += 1
+            due_s = max(due_s + EVERY_S, loop.time() - EVERY_S)
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
+
+
+async def _serve(address: str, workers: int, ready: Path) -> None:
+    router, renewed = RouterClient(address), Renewed()
+    turn = asyncio.Semaphore(ADMITTING_MAX)
+    keeping: list[asyncio.Task[None]] = []
+
+    async def one(number: int) -> None:
+        async with turn:
+            name, epoch = await join(router, number, STEPS)
+        phase_s = number / workers * EVERY_S
+        keeping.append(asyncio.create_task(keep(address, name, epoch, phase_s, renewed)))
+
+    await asyncio.gather(*(one(number) for number in range(workers)))
+    await asyncio.sleep(2 * EVERY_S)
+    ready.write_text("ready")
+    while True:
+        print(f"renewed {renewed.count} failed {renewed.failed}", flush=True)
+        await asyncio.sleep(1.0)
+
+
+def main() -> int:
+    """Until killed."""
+    parser = argparse.ArgumentParser(description="workers that renew")
+    parser.add_argument("--router", required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--ready-file", type=Path, required=True)
+    given = parser.parse_args()
+    asyncio.run(_serve(given.router, given.workers, given.ready_file))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
