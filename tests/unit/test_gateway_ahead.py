@@ -99,7 +99,7 @@ def test_nothing_is_answered_or_told_before_the_reservation_stands(stream: bool)
         assert (await asking).status == 200
         assert len(world.engine("p1").calls()) == len(world.engine("d1").calls()) == 1
         await world.settle()
-        assert [str(e.kind) for e in reservation.events][0] == "prefill_done"
+        assert next(str(e.kind) for e in reservation.events) == "prefill_done"
 
     play(story)
 
