@@ -1,9 +1,10 @@
-"""A lean gRPC server for unary calls: HTTP/2 in the loop's own thread, and nothing else.
+"""A lean gRPC server: HTTP/2 in the loop's own thread, and nothing else.
 
 `grpc.aio` takes a call through threads, queues and a task of its own before a line of ours runs, some
 two hundred microseconds of CPU; where the call itself costs as much, that is half of all. Here bytes
 become frames, frames a message and the message a task, all in the thread that answers. Every gRPC
-client can call it: what differs is that there are no streams, no compression, no reflection.
+client can call it: what differs is that there are no streams but such where each message up has at
+most one down (a `conversation`), no compression, no reflection.
 
 Owns framing, flow control and the bounds of a connection. Methods are given as callables over
 messages; core errors become a status as on the other port.
@@ -20,7 +21,7 @@ import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from urllib.parse import quote
 
 import grpc
@@ -54,6 +55,7 @@ MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 BUFFERED_BYTES_MAX = 2 * MESSAGE_BYTES_MAX
 HEADERS_BYTES_MAX = 32 * 1024
 STREAMS_MAX = 1_024
+UNREAD_BYTES_MAX = 1024 * 1024
 RESETS_MAX = 1_000
 STOP_S_MAX = 2.0
 
@@ -76,10 +78,14 @@ class Message(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A unary method: bytes to a request, and the request to its answer."""
+    """A unary method: bytes to a request, and the request to its answer.
+
+    `conversation`: a stream of requests, each answered in its turn, or not where `call` says None.
+    """
 
     parse: Callable[[bytes], Any]
-    call: Callable[[Any], Awaitable[Message]]
+    call: Callable[[Any], Awaitable[Message | None]]
+    conversation: bool = False
 
 
 @dataclass(slots=True)
@@ -92,6 +98,15 @@ class _Stream:
     task: asyncio.Task[None] | None = None
     unsent: bytes = b""
     trailers: bytes = b""
+    inbox: deque[bytes] = field(default_factory=deque)
+    greeted: bool = False
+    over: bool = False
+    received: int = 0
+
+    @property
+    def talks(self) -> bool:
+        """Whether it is a conversation."""
+        return self.refusal is None and self.method is not None and self.method.conversation
 
 
 class LeanServer:
@@ -146,8 +161,7 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------------ of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by class
         self._server.connections.add(self)
         settings = b"".join(
             _SETTING.pack(key, value)
@@ -158,7 +172,7 @@ class _Connection(asyncio.Protocol):
             )
         )
         more = _NUMBER.pack(2 * WINDOW_BYTES - WINDOW_FIRST)
-        transport.write(frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, more))
+        self._transport.write(frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, more))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - what asyncio calls
         self._server.connections.discard(self)
@@ -238,10 +252,15 @@ class _Connection(asyncio.Protocol):
         if number == 0 or number > self._newest:
             raise _Broken(PROTOCOL_ERROR, "data of no stream")
         stream = self._streams.get(number)
-        if stream is None or stream.task is not None:  # reset or refused meanwhile
+        if stream is None:  # reset or refused meanwhile
             return
         if flags & PADDED:
             body = _unpadded(body)
+        if stream.talks:
+            self._hear(number, stream, body, over=bool(flags & END_STREAM))
+            return
+        if stream.task is not None:
+            return
         stream.size += len(body)
         self._buffered += len(body)
         if self._buffered > BUFFERED_BYTES_MAX:
@@ -275,7 +294,9 @@ class _Connection(asyncio.Protocol):
             raise _Broken(COMPRESSION_ERROR, str(error)) from error
         stream = self._streams.get(number)
         if number <= self._newest:
-            if stream is not None and flags & END_STREAM and stream.task is None:  # trailers
+            if stream is not None and flags & END_STREAM and stream.talks:
+                self._hear(number, stream, b"", over=True)
+            elif stream is not None and flags & END_STREAM and stream.task is None:  # trailers
                 self._begin(number, stream)
             return
         if not number & 1:
@@ -285,7 +306,9 @@ class _Connection(asyncio.Protocol):
             self._transport.write(frame(RST_STREAM, 0, number, _NUMBER.pack(REFUSED_STREAM)))
             return
         stream = self._streams[number] = self._opened(dict(headers))
-        if flags & END_STREAM:
+        if stream.talks:
+            self._hear(number, stream, b"", over=bool(flags & END_STREAM))
+        elif flags & END_STREAM:
             self._begin(number, stream)
 
     def _opened(self, headers: Mapping[bytes, bytes]) -> _Stream:
@@ -355,14 +378,96 @@ class _Connection(asyncio.Protocol):
         parts, stream.parts = stream.parts, []
         try:
             answer = await method.call(method.parse(_message(parts)))
+            assert answer is not None
             self._answer(number, stream, answer.SerializeToString())
-        except ReadyplaneError as error:
-            self._fail(number, error)
         except Exception as error:
-            name = secrets.token_hex(6)
-            log.exception("unexpected error in a call", extra={"error_id": name})
-            text = f"unexpected {type(error).__name__}, logged under error_id {name}"
-            self._end(number, grpc.StatusCode.INTERNAL.value[0], text, b"")
+            self._fail_by(number, error)
+
+    def _fail_by(self, number: int, error: Exception) -> None:
+        if isinstance(error, ReadyplaneError):
+            self._fail(number, error)
+            return
+        name = secrets.token_hex(6)
+        log.error("unexpected error in a call", extra={"error_id": name}, exc_info=error)
+        text = f"unexpected {type(error).__name__}, logged under error_id {name}"
+        self._end(number, grpc.StatusCode.INTERNAL.value[0], text, b"")
+
+    # ------------------------------------------------------------------ conversations
+
+    def _hear(self, number: int, stream: _Stream, body: bytes, *, over: bool) -> None:
+        """More of a conversation: whole messages wait for their turn."""
+        stream.over = over
+        stream.received += len(body)
+        if stream.received >= WINDOW_BYTES:
+            more, stream.received = stream.received, 0
+            self._transport.write(frame(WINDOW_UPDATE, 0, number, _NUMBER.pack(more)))
+        stream.size += len(body)
+        self._buffered += len(body)
+        if self._buffered > BUFFERED_BYTES_MAX:
+            raise _Broken(ENHANCE_YOUR_CALM, f"more than {BUFFERED_BYTES_MAX} bytes of requests")
+        if stream.parts:
+            body = stream.parts.pop() + body
+        while len(body) >= _PREFIX.size:
+            size = _PREFIX.size + _PREFIX.unpack_from(body)[1]
+            if size > MESSAGE_BYTES_MAX:
+                remedy = f"send {MESSAGE_BYTES_MAX} bytes at most"
+                self._fail(number, InvalidField("message", size, remedy))
+                return
+            if len(body) < size:
+                break
+            stream.inbox.append(body[:size])
+            body = body[size:]
+        if body:
+            stream.parts.append(body)
+        if stream.task is None and (stream.inbox or over):
+            stream.task = asyncio.get_running_loop().create_task(self._converse(number, stream))
+
+    async def _converse(self, number: int, stream: _Stream) -> None:
+        """Answer what has come, in its order, and end what was ended."""
+        method = stream.method
+        assert method is not None
+        try:
+            while stream.inbox:
+                body = stream.inbox.popleft()
+                answer = await method.call(method.parse(_message([body])))
+                stream.size -= len(body)
+                self._buffered -= len(body)
+                if answer is not None:
+                    self._say(number, stream, answer.SerializeToString())
+            if stream.over and self._drop(number) is not None:
+                head = b"" if stream.greeted else frame(HEADERS, END_HEADERS, number, _OK_HEADERS)
+                tail = frame(HEADERS, END_HEADERS | END_STREAM, number, _OK_TRAILERS)
+                self._transport.write(head + tail)
+        except Exception as error:
+            self._fail_by(number, error)
+        finally:
+            stream.task = None
+
+    def _say(self, number: int, stream: _Stream, message: bytes) -> None:
+        """One message down a conversation, as soon as the windows let it."""
+        if number not in self._streams or self._transport.is_closing():
+            return
+        self._answered += 1
+        if not stream.greeted:
+            stream.greeted = True
+            self._transport.write(frame(HEADERS, END_HEADERS, number, _OK_HEADERS))
+        body = _PREFIX.pack(0, len(message)) + message
+        if stream.unsent:
+            stream.unsent += body
+            if len(stream.unsent) > UNREAD_BYTES_MAX:
+                why = f"more than {UNREAD_BYTES_MAX} bytes of answers are not read"
+                raise Unavailable(why, "read the answers")
+            return
+        if len(body) <= min(self._window, stream.window, self._frame_bytes) and not self._waiting:
+            self._window -= len(body)
+            stream.window -= len(body)
+            self._transport.write(frame(DATA, 0, number, body))
+            return
+        stream.unsent = body
+        self._waiting.append(number)
+        self._send_waiting()
+
+    # ------------------------------------------------------------------ answers
 
     def _answer(self, number: int, stream: _Stream, message: bytes) -> None:
         if number not in self._streams or self._transport.is_closing():
@@ -399,18 +504,21 @@ class _Connection(asyncio.Protocol):
                 stream.window -= size
                 self._transport.write(frame(DATA, 0, number, piece))
             else:
-                self._transport.write(stream.trailers)
-                self._drop(number)
+                if stream.trailers:
+                    self._transport.write(stream.trailers)
+                    self._drop(number)
 
     def _fail(self, number: int, error: ReadyplaneError) -> None:
         status = error_to_status(error)
         self._end(number, status.code, status.message, status.SerializeToString())
 
     def _end(self, number: int, code: int, text: str, details: bytes) -> None:
-        if self._drop(number) is None or self._transport.is_closing():
+        stream = self._drop(number)
+        if stream is None or self._transport.is_closing():
             return
         self._answered += 1
-        block = _OK_HEADERS + literal(b"grpc-status", b"%d" % code)
+        block = b"" if stream.greeted else _OK_HEADERS
+        block += literal(b"grpc-status", b"%d" % code)
         block += literal(b"grpc-message", quote(text, safe=" !#$&'()*+,/:;=?@[]").encode())
         if details:
             coded = base64.b64encode(details).rstrip(b"=")
