@@ -17,6 +17,7 @@ from readyplane_router.cuts import Cuts
 from readyplane_router.pair import Chosen, Seat, Terms, made_up_s
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.prefix import PrefixIndex
+from readyplane_router.prefix.hits import HitGap
 from readyplane_router.prefix.tiers import worth
 from readyplane_router.rates import Rates
 
@@ -86,6 +87,7 @@ class Bookings:
         self.model = model
         self.policy = policy
         self.index = PrefixIndex(policy.prefix)
+        self.hits = HitGap()
         self.seats: dict[str, Seat] = {}
         self.prefills: list[Seat] = []
         self.decodes: list[Seat] = []
@@ -119,6 +121,7 @@ class Bookings:
         seat = self.seats.pop(key, None)
         self.index.drop(key)
         self.circuits.pop(key, None)
+        self.hits.forget(key)
         self.rates.forget(key)
         self.cuts.forget(key)
         if seat is None:
@@ -228,6 +231,7 @@ class Bookings:
             p.assigned += 1
             p.kv_blocks += chosen.prefill_blocks
         self.index.guess(p.key, hashes, now_s=now_s)
+        self.hits.count_on(p.key, chosen.prefill_cached)
         for seat in (p, d):
             state = self.circuits.get(seat.key)
             if state is not None and state.state == circuit.HALF_OPEN:

@@ -334,6 +334,9 @@ class Desk(Bookings):
                     found[key] = blocks * size
             for key, tokens in self.below_gpu(self.hashes(entry, size), size).items():
                 found[key] = max(tokens, found.get(key, 0))
+        for key, trust in self.hits.doubted.items():
+            if key in found:
+                found[key] = int(found[key] * trust)
         entry.looked_up = now_s, found
         return found
 

@@ -142,6 +142,8 @@ class Membership(Telling):
             member.progress = renewal.progress
         if renewal.load is not None:
             member.heard(renewal.load, now_s=now_s)
+            hits = self._desk(member.offer.model).hits
+            hits.reported(member.key, renewal.load.cached_tokens_total, now_s=now_s)
         if renewal.drained and not member.drained:
             member.drained = True
         if renewal.kv_events:

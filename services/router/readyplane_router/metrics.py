@@ -136,6 +136,7 @@ class RouterCollector(Collector):
         """All families."""
         yield from self._pools()
         yield from self._models()
+        yield from self._prefixes()
         yield from self._membership()
 
     def _pools(self) -> Iterator[Metric]:
@@ -182,6 +183,27 @@ class RouterCollector(Collector):
                 tier.add_metric((*labels, name), count)
         yield from (workers, queue, active, usage, tier)
 
+    def _prefixes(self) -> Iterator[Metric]:
+        events = _counter("router_kv_events", "KV event faults, by kind", ("model", "kind"))
+        hits = _gauge(
+            "router_prefix_hit_ratio",
+            "Prefix tokens that a worker found in its cache, over those that were counted on",
+            ("model", "worker"),
+        )
+        silent = _gauge(
+            "router_kv_silent_workers",
+            "Workers that were sent prompts and told of no KV event: their prefixes are guessed",
+            ("model",),
+        )
+        for model, desk in self._service.desks.items():
+            for kind in desk.index.counts.__slots__:
+                events.add_metric((model, kind), getattr(desk.index.counts, kind))
+            for key, ratio in desk.hits.ratios().items():
+                if key in desk.seats:
+                    hits.add_metric((model, desk.seats[key].worker_id), ratio)
+            silent.add_metric((model,), desk.index.silent(now_s=self._service.now_s()))
+        yield from (events, hits, silent)
+
     def _models(self) -> Iterator[Metric]:
         service = self._service
         windows = {
@@ -216,7 +238,6 @@ class RouterCollector(Collector):
         )
         queued = _gauge("router_queue_requests", "Requests waiting in the router", ("model",))
         tokens = _gauge("router_queue_tokens", "Prompt tokens waiting in the router", ("model",))
-        events = _counter("router_kv_events", "KV event faults, by kind", ("model", "kind"))
         growths = _counter(
             "router_reservation_growths",
             "Reservations that an output outgrew, by whether the worker still had the room",
@@ -256,8 +277,6 @@ class RouterCollector(Collector):
             unended.add_metric((model,), desk.open_requests)
             queued.add_metric((model,), len(desk.queue))
             tokens.add_metric((model,), desk.queued_tokens)
-            for kind in desk.index.counts.__slots__:
-                events.add_metric((model, kind), getattr(desk.index.counts, kind))
             conflicts.add_metric((model,), desk.take_conflicts)
             growths.add_metric((model, "within"), desk.grown - desk.overflowed)
             growths.add_metric((model, "overflow"), desk.overflowed)
@@ -274,7 +293,7 @@ class RouterCollector(Collector):
         refused.add_metric((OTHER_MODEL, "unknown_model"), service.other_refused)
         yield from windows.values()
         yield from totals.values()
-        yield from (refused, aborted, unended, queued, tokens, events, conflicts, expired, factor)
+        yield from (refused, aborted, unended, queued, tokens, conflicts, expired, factor)
         yield growths
         yield from (slower, links, cut)
         yield rationed

@@ -331,6 +331,10 @@ class PrefixIndex:
             return False
         return now_s - worker.first_guess_s >= self.limits.silent_after_s
 
+    def silent(self, *, now_s: float) -> int:
+        """How many workers publish nothing."""
+        return sum(self.publishes_nothing(key, now_s=now_s) for key in self._workers)
+
     def blocks_of(self, key: str) -> int:
         """Distinct blocks known from events of one worker."""
         worker = self._workers.get(key)
