@@ -433,7 +433,7 @@ async def test_both_stores_do_the_same(redis_url: str, told: list[tuple[str, int
 async def test_the_kv_log_is_read_from_where_one_left_off(case: Case) -> None:
     store = case.store
     for number in range(3):
-        await store.append_kv(M, KvEntry("", "router-1", "p0", "p0-1", bytes([number, 255])))
+        await store.append_kv(M, [KvEntry("", "router-1", "p0", "p0-1", bytes([number, 255]))])
     found = await store.read_kv(M, "")
     assert [e.packed for e in found] == [b"\x00\xff", b"\x01\xff", b"\x02\xff"]
     assert [e.packed for e in await store.read_kv(M, found[1].entry_id)] == [b"\x02\xff"]

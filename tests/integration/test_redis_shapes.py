@@ -39,7 +39,7 @@ async def taken(store: RedisStore, model: str) -> None:
     assert await store.release(model, [("r", ALL_SIDES)]) == 0
     assert await store.sweep(model) == []
     assert await store.renew([Renew(model, "p0", 1, LONG_S)]) == ["ok"]
-    await store.append_kv(model, KvEntry("", "router", "p0", "p0-1", b"x"))
+    await store.append_kv(model, [KvEntry("", "router", "p0", "p0-1", b"x")])
     assert [entry.packed for entry in await store.read_kv(model, "")] == [b"x"]
     await store.put_snapshot(model, "p0", "p0-1", b"y")
     assert await store.snapshot(model, "p0", "p0-1") == b"y"

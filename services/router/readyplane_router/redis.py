@@ -28,6 +28,7 @@ from readyplane_router.channel import Channel
 from readyplane_router.seats import SWEEP_MAX, Side, Take, Taken, Use
 from readyplane_router.store import (
     KV_LOG_BATCHES_MAX,
+    KV_PAGE_BATCHES,
     Change,
     KvEntry,
     Record,
@@ -281,25 +282,31 @@ class RedisStore:
             for worker_id, found in amounts.items()
         }
 
-    async def append_kv(self, model: str, entry: KvEntry) -> None:
-        values = {
-            b"o": entry.origin,
-            b"w": entry.worker_id,
-            b"i": entry.incarnation,
-            b"b": entry.packed,
-        }
-        await self._bounded(
-            self._redis.xadd(
-                _log_key(model),
-                values,  # type: ignore[arg-type]  # a dict of bytes and text is what it takes
-                maxlen=KV_LOG_BATCHES_MAX,
-                approximate=True,
-            )
-        )
+    async def append_kv(self, model: str, entries: Sequence[KvEntry]) -> None:
+        for start in range(0, len(entries), KV_PAGE_BATCHES):
+            await self._bounded(self._append(model, entries[start : start + KV_PAGE_BATCHES]))
+
+    async def _append(self, model: str, entries: Sequence[KvEntry]) -> None:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for entry in entries:
+                pipe.xadd(
+                    _log_key(model),
+                    {
+                        b"o": entry.origin,
+                        b"w": entry.worker_id,
+                        b"i": entry.incarnation,
+                        b"b": entry.packed,
+                    },
+                    maxlen=KV_LOG_BATCHES_MAX,
+                    approximate=True,
+                )
+            await pipe.execute()
 
     async def read_kv(self, model: str, after: str) -> list[KvEntry]:
         found = await self._bounded(
-            self._redis.xrange(_log_key(model), min=f"({after}" if after else "-")
+            self._redis.xrange(
+                _log_key(model), min=f"({after}" if after else "-", count=KV_PAGE_BATCHES
+            )
         )
         return [
             KvEntry(

@@ -6,7 +6,7 @@ the others read the log, and take a snapshot where they missed something.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -70,8 +70,7 @@ def apply_entry(index: PrefixIndex, entry: KvEntry, *, now_s: float) -> bool:
     if found is None:
         index.counts.malformed += 1
         return False
-    key = seat_key(entry.worker_id, entry.incarnation)
-    return index.apply(key, found.sequence, found.events, now_s=now_s, replayed=True)
+    return index.apply(key_of(entry), found.sequence, found.events, now_s=now_s, replayed=True)
 
 
 class KvSharing:
@@ -82,6 +81,7 @@ class KvSharing:
         self._store, self._own = store, own
         self._pending: list[tuple[str, KvEntry]] = []
         self._positions: dict[str, str] = {}
+        self._tried: dict[str, int] = {}  # by worker: the snapshot that was taken last, as a hash
         self._rounds = 0
 
     def heard(self, member: Member, batch: KvEventBatch) -> None:
@@ -110,8 +110,8 @@ class KvSharing:
             joined: another router has just come: snapshots now.
         """
         pending, self._pending = self._pending, []
-        for model, entry in pending:
-            await self._store.append_kv(model, entry)
+        for model in dict.fromkeys(model for model, _ in pending):
+            await self._store.append_kv(model, [entry for of, entry in pending if of == model])
         for model in {m.offer.model for m in members}:
             self._positions[model] = await read_log(
                 self._store,
@@ -123,12 +123,35 @@ class KvSharing:
             )
         self._rounds += 1
         snapshots = joined or self._rounds % SNAPSHOT_EVERY_ROUNDS == 0
+        behind: dict[str, list[Member]] = {}
         for member in members:
             index = index_of(member.offer.model)
             if member.mine and snapshots:
                 await self._snapshot(member, index)
             elif not member.mine and (index.is_suspect(member.key) or index.unheard(member.key)):
-                await catch_up(self._store, member, index, now_s=now_s)
+                behind.setdefault(member.offer.model, []).append(member)
+        self._tried = {m.key: self._tried.get(m.key, 0) for of in behind.values() for m in of}
+        for model, those in behind.items():
+            await self._catch_up(model, those, index_of(model), now_s=now_s)
+
+    def store_is_new(self) -> None:
+        """Another store answers: its log is read from its beginning. What is known stays."""
+        self._positions.clear()
+
+    async def _catch_up(
+        self, model: str, members: Sequence[Member], index: PrefixIndex, *, now_s: float
+    ) -> None:
+        """Bring workers of other routers up to date: their snapshots, then the log behind them."""
+        fresh = set()
+        for member in members:
+            offer = member.offer
+            data = await self._store.snapshot(model, offer.worker_id, offer.incarnation)
+            if self._tried[member.key] != (told := hash(data) or 1):
+                self._tried[member.key] = told
+                fresh.add(member.key)
+                take_snapshot(index, member.key, data)
+        if fresh:
+            await read_log(self._store, model, index, after="", keys=fresh, now_s=now_s)
 
     async def _snapshot(self, member: Member, index: PrefixIndex) -> None:
         held, offer = index.snapshot(member.key), member.offer
@@ -137,28 +160,40 @@ class KvSharing:
             await self._store.put_snapshot(offer.model, offer.worker_id, offer.incarnation, data)
 
 
+def take_snapshot(index: PrefixIndex, key: str, data: bytes) -> None:
+    """Restore one worker from its snapshot; empty data is none."""
+    found = unpack_snapshot(data) if data else None
+    if found is not None:
+        index.restore(key, *found)
+    elif data:
+        index.counts.malformed += 1
+
+
 async def read_log(
-    store: Store, model: str, index: PrefixIndex, *, after: str, own: str, now_s: float
+    store: Store,
+    model: str,
+    index: PrefixIndex,
+    *,
+    after: str,
+    now_s: float,
+    own: str = "",
+    keys: Collection[str] | None = None,
 ) -> str:
-    """Apply what other routers appended since `after`; returns the new position."""
-    for entry in await store.read_kv(model, after):
-        after = entry.entry_id
-        if entry.origin != own:
+    """Apply what was appended since `after`, page by page; returns the new position.
+
+    Args:
+        own: leave out what this router wrote. keys: of these workers only.
+    """
+    while entries := await store.read_kv(model, after):
+        after = entries[-1].entry_id
+        for entry in entries:
+            mine = entry.origin == own
+            if mine or (keys is not None and key_of(entry) not in keys):
+                continue
             apply_entry(index, entry, now_s=now_s)
     return after
 
 
-async def catch_up(store: Store, member: Member, index: PrefixIndex, *, now_s: float) -> None:
-    """Bring one worker of another router up to date: its snapshot, then the log behind it."""
-    offer = member.offer
-    data = await store.snapshot(offer.model, offer.worker_id, offer.incarnation)
-    if not data:
-        return
-    found = unpack_snapshot(data)
-    if found is None:
-        index.counts.malformed += 1
-        return
-    index.restore(member.key, *found)
-    for entry in await store.read_kv(offer.model, ""):
-        if entry.worker_id == offer.worker_id and entry.incarnation == offer.incarnation:
-            apply_entry(index, entry, now_s=now_s)
+def key_of(entry: KvEntry) -> str:
+    """Whose batch it is."""
+    return seat_key(entry.worker_id, entry.incarnation)

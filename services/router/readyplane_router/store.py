@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
 from readyplane.core.worker import (
@@ -27,6 +28,7 @@ from readyplane_router.ration_store import MemoryRations, RationStore
 from readyplane_router.seats import Seats, Take, Taken, Use
 
 KV_LOG_BATCHES_MAX = 20_000
+KV_PAGE_BATCHES = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +193,12 @@ class Store(RationStore, Protocol):
         """What is promised on each seat."""
         ...
 
-    async def append_kv(self, model: str, entry: KvEntry) -> None:
-        """Append to the model's bounded log."""
+    async def append_kv(self, model: str, entries: Sequence[KvEntry]) -> None:
+        """Append to the model's bounded log, in order."""
         ...
 
     async def read_kv(self, model: str, after: str) -> list[KvEntry]:
-        """Entries after that id (empty: from the oldest kept), oldest first."""
+        """Entries after that id (empty: from the oldest kept), oldest first, a page at a time."""
         ...
 
     async def put_snapshot(self, model: str, worker_id: str, incarnation: str, data: bytes) -> None:
@@ -386,13 +388,15 @@ class MemoryStore(MemoryRations):
     async def usage(self, model: str) -> dict[str, Use]:
         return self._model(model).seats.usage()
 
-    async def append_kv(self, model: str, entry: KvEntry) -> None:
+    async def append_kv(self, model: str, entries: Sequence[KvEntry]) -> None:
         found = self._model(model)
-        found.kv_count += 1
-        found.kv.append(replace(entry, entry_id=f"{found.kv_count:020d}"))
+        for entry in entries:
+            found.kv_count += 1
+            found.kv.append(replace(entry, entry_id=f"{found.kv_count:020d}"))
 
     async def read_kv(self, model: str, after: str) -> list[KvEntry]:
-        return [entry for entry in self._model(model).kv if entry.entry_id > after]
+        later = (entry for entry in self._model(model).kv if entry.entry_id > after)
+        return list(islice(later, KV_PAGE_BATCHES))
 
     async def put_snapshot(self, model: str, worker_id: str, incarnation: str, data: bytes) -> None:
         snapshots = self._model(model).snapshots
