@@ -106,6 +106,7 @@ class Replica:
                 # Until it was told everything, nothing is decided by it.
                 self._link.refilling()
                 self._life = life
+                self._sharing.store_is_new()
                 await self._refill()
                 await self._put_back()
                 self._link.back()
