@@ -308,7 +308,7 @@ class _Connection(asyncio.Protocol):
         stream = self._streams[number] = self._opened(dict(headers))
         if stream.talks:
             self._hear(number, stream, b"", over=bool(flags & END_STREAM))
-        elif flags & END_STREAM:
+        elif flags & END_STREAM or (stream.method is not None and stream.method.conversation):
             self._begin(number, stream)
 
     def _opened(self, headers: Mapping[bytes, bytes]) -> _Stream:
@@ -380,7 +380,7 @@ class _Connection(asyncio.Protocol):
             answer = await method.call(method.parse(_message(parts)))
             assert answer is not None
             self._answer(number, stream, answer.SerializeToString())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it becomes a status, and is logged
             self._fail_by(number, error)
 
     def _fail_by(self, number: int, error: Exception) -> None:
@@ -434,11 +434,14 @@ class _Connection(asyncio.Protocol):
                 self._buffered -= len(body)
                 if answer is not None:
                     self._say(number, stream, answer.SerializeToString())
-            if stream.over and self._drop(number) is not None:
-                head = b"" if stream.greeted else frame(HEADERS, END_HEADERS, number, _OK_HEADERS)
+            if stream.over:
                 tail = frame(HEADERS, END_HEADERS | END_STREAM, number, _OK_TRAILERS)
-                self._transport.write(head + tail)
-        except Exception as error:
+                if stream.unsent:
+                    stream.trailers = tail
+                elif self._drop(number) is not None:
+                    head = frame(HEADERS, END_HEADERS, number, _OK_HEADERS)
+                    self._transport.write(tail if stream.greeted else head + tail)
+        except Exception as error:  # noqa: BLE001 - it becomes a status, and is logged
             self._fail_by(number, error)
         finally:
             stream.task = None

@@ -40,7 +40,8 @@ class RouterSettings(ServiceSettings):
         0,
         ge=0,
         le=65535,
-        description="a second, lean gRPC port for Route, RouteBatch and Complete; 0 for none",
+        description="a second, lean gRPC port for Route, RouteBatch, Complete and what agents "
+        "call; 0 for none",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -10,7 +10,7 @@ import grpc.aio
 
 from readyplane import wire
 from readyplane.kit.clock import Clock
-from readyplane.kit.lean_rpc import Method
+from readyplane.kit.lean_rpc import Message, Method
 from readyplane.v1 import router_pb2 as pb
 from readyplane.v1 import router_pb2_grpc
 from readyplane_router.batches import Batches
@@ -26,9 +26,24 @@ def register(server: grpc.aio.Server, service: RouterService, clock: Clock) -> N
 
 
 def lean_methods(service: RouterService, clock: Clock) -> dict[str, Method]:
-    """What is called for each request, for a server that does not do more than that."""
+    """What is called for each request and each worker, for a server that does not do more."""
     servicer = RouterServicer(service, clock)
+
+    def unary(
+        call: Callable[[Any, Any], Awaitable[Message]],
+    ) -> Callable[[Any], Awaitable[Message]]:
+        return lambda request: call(request, None)
+
     return {
+        f"/{FULL_NAME}/Session": Method(
+            pb.SessionRequest.FromString, servicer.renewed, conversation=True
+        ),
+        f"/{FULL_NAME}/Register": Method(pb.RegisterRequest.FromString, unary(servicer.Register)),
+        f"/{FULL_NAME}/ReportRank": Method(
+            pb.ReportRankRequest.FromString, unary(servicer.ReportRank)
+        ),
+        f"/{FULL_NAME}/Admit": Method(pb.AdmitRequest.FromString, unary(servicer.Admit)),
+        f"/{FULL_NAME}/Leave": Method(pb.LeaveRequest.FromString, unary(servicer.Leave)),
         f"/{FULL_NAME}/Route": Method(pb.RouteRequest.FromString, servicer.routed),
         f"/{FULL_NAME}/RouteBatch": Method(pb.RouteBatchRequest.FromString, servicer.batched),
         f"/{FULL_NAME}/Complete": Method(pb.CompleteRequest.FromString, servicer.completed),
@@ -51,10 +66,17 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
         async for message in request_iterator:
-            renewal = wire.renewal_from_proto(message)
-            answer = await self._service.renew(renewal)
-            if answer.directives or not renewal.quiet:
-                yield wire.renewal_answer_to_proto(answer, number=message.number)
+            answer = await self.renewed(message)
+            if answer is not None:
+                yield answer
+
+    async def renewed(self, message: pb.SessionRequest) -> pb.SessionResponse | None:
+        """One renewal; None where its answer says nothing and was not asked for."""
+        renewal = wire.renewal_from_proto(message)
+        answer = await self._service.renew(renewal)
+        if renewal.quiet and not answer.directives:
+            return None
+        return wire.renewal_answer_to_proto(answer, number=message.number)
 
     async def ReportRank(
         self, request: pb.ReportRankRequest, context: Context
