@@ -30,7 +30,6 @@ from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane.kit import telemetry
 from readyplane.kit.auth import TokenCheck
 from readyplane.kit.http import make_app
-from readyplane.kit.one_write import OneWriteProtocol
 from readyplane.kit.rpc import OPTIONS, Guard
 from readyplane.kit.settings import ServiceSettings
 
@@ -71,6 +70,7 @@ class ServiceServer:
             check in place. Add routers before `run`.
         front: an ASGI application that answers instead of `app`, and hands on to it what it does
             not know; None for `app` itself.
+        http: what speaks HTTP for it, as uvicorn's setting of that name.
         open_paths: HTTP paths that need no token, beside health, metrics and mounted static files.
         stopping: set when the end has begun; endless HTTP answers (SSE) should watch it.
         grpc_address, http_url: known once `run` has bound.
@@ -91,6 +91,7 @@ class ServiceServer:
         self._registrations: list[tuple[Callable[[grpc.aio.Server], None], str]] = []
         self._side_tasks: set[asyncio.Task[None]] = set()
         self.front: Any = None
+        self.http: Any = "httptools"
         self.app = make_app(name, self._check, self.open_paths, self._readiness)
 
     def add_grpc(self, register: Callable[[grpc.aio.Server], None], full_name: str) -> None:
@@ -178,7 +179,7 @@ class ServiceServer:
     def _http_config(self) -> uvicorn.Config:
         return uvicorn.Config(
             self.front or self.app,
-            http=OneWriteProtocol,
+            http=self.http,
             proxy_headers=self.front is None,
             ws="none",
             lifespan="off",

@@ -17,6 +17,7 @@ from readyplane.kit.telemetry import metrics, setup_logging
 from readyplane.ports import Mover, Registry, Router
 from readyplane_gateway.ahead import RouteAhead
 from readyplane_gateway.api import Api
+from readyplane_gateway.http_server import HttpConnection
 from readyplane_gateway.service import Gateway
 from readyplane_gateway.settings import GatewaySettings
 
@@ -112,6 +113,7 @@ async def _serve(settings: GatewaySettings, registry: Registry | None, choice: C
         new_id=lambda: uuid.uuid4().hex,
         api_key=settings.gateway_api_key,
     )
+    server.http = HttpConnection
     server.set_ready(False, "the router has not sent the fleet yet")
 
     async def say_when_ready() -> None:

@@ -18,6 +18,7 @@ import msgspec
 
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unauthenticated
 from readyplane.kit.telemetry import tracer, tracing_on
+from readyplane_gateway.http_server import GONE
 from readyplane_gateway.legs import LegFailed
 from readyplane_gateway.openai import (
     Ask,
@@ -37,6 +38,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Hear = Callable[[Callable[[], None] | None], bool]
 
 KINDS = {kind.path: kind for kind in Kind}
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -125,7 +127,7 @@ class Api:
             self._count(str(refused.failure.status)[0] + "xx", "")
             await answer.fail(refused.failure)
             return
-        await self._generate(kind, headers, own_id, receive, answer)
+        await self._generate(kind, headers, own_id, receive, scope.get(GONE), answer)
 
     # ------------------------------------------------------------------ who may, and the small paths
 
@@ -186,6 +188,7 @@ class Api:
         headers: dict[str, str],
         own_id: str,
         receive: Receive,
+        hear: Hear | None,
         answer: _Answer,
     ) -> None:
         task = asyncio.current_task()
@@ -194,7 +197,7 @@ class Api:
             await answer.fail(self._too_many())
             self._count("4xx", "")
             return
-        guard = _Guard(task, receive, answer, self._gateway)
+        guard = _Guard(task, receive, hear, answer, self._gateway)
         call = Call(own_id, self._gateway.clock.monotonic_s())
         model, code = "", "5xx"
         raw_size = 0
@@ -299,10 +302,16 @@ class _Guard:
     """Cancels a request whose client has left, or does not read what it asked for."""
 
     def __init__(
-        self, task: asyncio.Task[object], receive: Receive, answer: _Answer, gateway: Gateway
+        self,
+        task: asyncio.Task[object],
+        receive: Receive,
+        hear: Hear | None,
+        answer: _Answer,
+        gateway: Gateway,
     ) -> None:
+        """`hear`: calls back when the client has gone; without it a task waits for that."""
         self._task = task
-        self._receive = receive
+        self._receive, self._hear = receive, hear
         self._answer = answer
         self._gateway = gateway
         self._watch: asyncio.Task[None] | None = None
@@ -311,11 +320,16 @@ class _Guard:
 
     def begin(self) -> None:
         """From now on, the request ends with its client."""
-        self._watch = asyncio.ensure_future(self._until_gone())
+        if self._hear is None:
+            self._watch = asyncio.ensure_future(self._until_gone())
+        elif not self._hear(self._cut):
+            self._cut()
         self._arm(self._gateway.bounds.client_stall_s_max)
 
     def end(self) -> None:
         """The request has come to its own end. Idempotent."""
+        if self._hear is not None:
+            self._hear(None)
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
