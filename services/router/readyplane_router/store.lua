@@ -24,30 +24,19 @@ local function seat_field(id, name) return id .. '\31' .. name end
 
 local DIMS = {'s', 'b', 'w', 't'}
 
--- Of a seat: its life and what is used.
-local function uses(id)
-  return redis.call('HMGET', seats, seat_field(id, 'life'), seat_field(id, 's'), seat_field(id, 'b'),
-    seat_field(id, 'w'), seat_field(id, 't'))
-end
-
--- `seat`: as `uses` gives it; kept in step.
-local function count(seat, side, sign)
-  if seat[1] ~= side[7] then return end
-  local out = {}
+local function add(side, sign)
+  local id, out = side[1], {}
+  local seat = redis.call('HMGET', seats, seat_field(id, 'life'), seat_field(id, 's'),
+    seat_field(id, 'b'), seat_field(id, 'w'), seat_field(id, 't'))
+  if not seat[1] or seat[1] ~= side[7] then return end
   for i, dim in ipairs(DIMS) do
-    local n = side[2 + i]
-    if n ~= 0 then
-      local left = (tonumber(seat[1 + i]) or 0) + sign * n
-      if left < 0 then left = 0 end
-      seat[1 + i] = left
-      out[#out + 1] = seat_field(side[1], dim)
-      out[#out + 1] = left
+    if side[2 + i] ~= 0 then
+      out[#out + 1] = seat_field(id, dim)
+      out[#out + 1] = math.max(0, (tonumber(seat[1 + i]) or 0) + sign * side[2 + i])
     end
   end
   if #out > 0 then redis.call('HSET', seats, unpack(out)) end
 end
-
-local function add(side, sign) count(uses(side[1]), side, sign) end
 
 -- Count every side whose seat is there, keep the reservation; returns how many are not there.
 local function keep(rid, sides, payload, ttl)
@@ -203,60 +192,136 @@ function ops.seat()
   return 1
 end
 
--- Both sides or none: `sides` is JSON, [[id, epoch, s, b, w, t], ...]. Answers what is used after.
-local function take(rid, ttl, sides, payload)
-  local raw = redis.call('HGET', reservations, rid)
-  if raw then return {'held', cjson.decode(raw).p} end
-  sides = cjson.decode(sides)
-  local why, found = '', {}
-  for i, side in ipairs(sides) do
-    local id = side[1]
-    local limit = redis.call('HMGET', seats, seat_field(id, 'epoch'), seat_field(id, 'open'),
-      seat_field(id, 'max_s'), seat_field(id, 'max_b'))
-    for j = 1, i - 1 do
-      if sides[j][1] == id then found[i] = found[j] end
-    end
-    local seat = found[i] or uses(id)
-    found[i] = seat
-    if why ~= '' then
-      -- another side refused already; only what is used is told
-    elseif not limit[1] then
-      why = id .. ': no seat'
-    elseif limit[1] ~= tostring(side[2]) then
-      why = id .. ': epoch ' .. limit[1] .. ', wanted ' .. tostring(side[2])
-    elseif limit[2] ~= '1' then
-      why = id .. ': shut'
-    elseif (tonumber(seat[2]) or 0) + side[3] > (tonumber(limit[3]) or 0) then
-      why = id .. ': no free sequence'
-    elseif (tonumber(seat[3]) or 0) + side[4] > (tonumber(limit[4]) or 0) then
-      why = id .. ': no free blocks'
-    end
-    side[7] = seat[1] or nil
-  end
-  if why == '' then
-    for i, side in ipairs(sides) do count(found[i], side, 1) end
-    redis.call('HSET', reservations, rid, cjson.encode({s = sides, p = payload}))
-    redis.call('ZADD', expiries, now_ms() + ttl, rid)
-  end
-  local out = {why == '' and 'taken' or 'refused', why}
-  for _, seat in ipairs(found) do
-    for i = 2, 5 do out[#out + 1] = tonumber(seat[i]) or 0 end
-  end
-  return out
-end
-
--- Operations one after the other, each for itself: take, rid, ttl_ms, sides, payload; or release,
--- rid, which (-1: all). An answer for each.
+-- Operations one after the other, each for itself: take, rid, ttl_ms, sides (JSON: [[id, epoch, s, b,
+-- w, t], ...]), payload; or release, rid, which (-1: all). An answer for each: of a take {`taken`,
+-- `held` or `refused`, why or payload, what is used on each side after}; of a release 1 for unknown.
+-- Each seat and reservation is read once, and written once at the end.
 function ops.bundle()
+  local seat_of, held_of, gone = {}, {}, {}
+
+  -- epoch, open, max_s, max_b, life, s, b, w, t
+  local function seat(id)
+    local found = seat_of[id]
+    if not found then
+      local p = id .. '\31'
+      found = redis.call('HMGET', seats, p .. 'epoch', p .. 'open', p .. 'max_s', p .. 'max_b',
+        p .. 'life', p .. 's', p .. 'b', p .. 'w', p .. 't')
+      for _, i in ipairs({3, 4, 6, 7, 8, 9}) do found[i] = tonumber(found[i]) or 0 end
+      seat_of[id] = found
+    end
+    return found
+  end
+
+  local function counted(side, sign)
+    local found = seat(side[1])
+    if not found[5] or found[5] ~= side[7] then return end
+    for i = 3, 6 do
+      if side[i] ~= 0 then
+        found[3 + i] = math.max(0, found[3 + i] + sign * side[i])
+        found.changed = true
+      end
+    end
+  end
+
+  local function held(rid)
+    local found = held_of[rid]
+    if found == nil then
+      local raw = redis.call('HGET', reservations, rid)
+      found = raw and cjson.decode(raw)
+      held_of[rid] = found
+    end
+    return found
+  end
+
+  local function refusal(side)
+    local id, found = side[1], seat(side[1])
+    if not found[1] then return id .. ': no seat' end
+    if found[1] ~= tostring(side[2]) then
+      return id .. ': epoch ' .. found[1] .. ', wanted ' .. tostring(side[2])
+    end
+    if found[2] ~= '1' then return id .. ': shut' end
+    if found[6] + side[3] > found[3] then return id .. ': no free sequence' end
+    if found[7] + side[4] > found[4] then return id .. ': no free blocks' end
+  end
+
+  local function take(rid, ttl, sides, payload)
+    local before = held(rid)
+    if before then return {'held', before.p} end
+    sides = cjson.decode(sides)
+    local why
+    for _, side in ipairs(sides) do
+      why = why or refusal(side)
+      side[7] = seat(side[1])[5] or nil
+    end
+    if not why then
+      for _, side in ipairs(sides) do counted(side, 1) end
+      held_of[rid] = {s = sides, p = payload, changed = true, ttl = ttl}
+    end
+    local out = {why and 'refused' or 'taken', why or ''}
+    for _, side in ipairs(sides) do
+      local found = seat(side[1])
+      for i = 6, 9 do out[#out + 1] = found[i] end
+    end
+    return out
+  end
+
+  local function given_back(rid, which)
+    local found = held(rid)
+    if not found then return 1 end
+    local left = false
+    for i, side in ipairs(found.s) do
+      if side and (which == -1 or which == i - 1) then
+        counted(side, -1)
+        found.s[i] = false
+      elseif side then
+        left = true
+      end
+    end
+    found.changed = true
+    if which == -1 or not left then
+      held_of[rid], gone[rid] = false, true
+    end
+    return 0
+  end
+
   local out, i = {}, 4
   while i <= #ARGV do
     if ARGV[i] == 'take' then
       out[#out + 1] = take(ARGV[i + 1], tonumber(ARGV[i + 2]), ARGV[i + 3], ARGV[i + 4])
       i = i + 5
     else
-      out[#out + 1] = 1 - release(ARGV[i + 1], tonumber(ARGV[i + 2]))
+      out[#out + 1] = given_back(ARGV[i + 1], tonumber(ARGV[i + 2]))
       i = i + 3
     end
+  end
+
+  local use, kept, due, ended, now = {}, {}, {}, {}, now_ms()
+  for id, found in pairs(seat_of) do
+    if found.changed then
+      for n, dim in ipairs(DIMS) do
+        use[#use + 1] = seat_field(id, dim)
+        use[#use + 1] = found[5 + n]
+      end
+    end
+  end
+  for rid, found in pairs(held_of) do
+    if found and found.changed then
+      kept[#kept + 1] = rid
+      kept[#kept + 1] = cjson.encode({s = found.s, p = found.p})
+      if found.ttl then
+        due[#due + 1] = now + found.ttl
+        due[#due + 1] = rid
+      end
+    elseif gone[rid] and not found then
+      ended[#ended + 1] = rid
+    end
+  end
+  if #use > 0 then redis.call('HSET', seats, unpack(use)) end
+  if #kept > 0 then redis.call('HSET', reservations, unpack(kept)) end
+  if #due > 0 then redis.call('ZADD', expiries, unpack(due)) end
+  if #ended > 0 then
+    redis.call('HDEL', reservations, unpack(ended))
+    redis.call('ZREM', expiries, unpack(ended))
   end
   return out
 end
