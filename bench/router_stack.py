@@ -37,10 +37,15 @@ FLEET = "fleet"
 
 @dataclass(slots=True)
 class Side:
-    """A running side: where it listens, and the processes whose CPU is its own."""
+    """A running side: where it listens, and the processes whose CPU is its own.
+
+    Attributes:
+        usual: of ours, the addresses of the ports that `grpc.aio` serves.
+    """
 
     addresses: tuple[str, ...]
     processes: list[psutil.Process] = field(default_factory=list)
+    usual: tuple[str, ...] = ()
 
     def cpu_s(self) -> float:
         """CPU seconds so far."""
@@ -72,12 +77,14 @@ async def our_side(
             gave_up=print,
         )
         registry = services.plan("registry", args=("--blob-dir", str(folder / "blobs")))
-        planned = []
+        planned, lean = [], []
         for number in range(routers):
-            router = services.plan("router")
+            port = free_port()
+            router = services.plan("router", args=("--pick-port", str(port)))
             router.name = f"router{number}"
             router.environment["READYPLANE_REGISTRY"] = registry.grpc
             planned.append(router)
+            lean.append(f"127.0.0.1:{port}")
         try:
             await asyncio.gather(*(services.start(s) for s in (registry, *planned)))
             await _fleet(table, folder, planned[0].grpc, registry.grpc, prefills, decodes)
@@ -88,7 +95,7 @@ async def our_side(
                 for child in psutil.Process().children(recursive=True)
                 if child.pid not in apart and "warden" not in " ".join(child.cmdline())
             ]
-            yield Side(tuple(r.grpc for r in planned), processes)
+            yield Side(tuple(lean), processes, tuple(r.grpc for r in planned))
         finally:
             await services.close()
 
