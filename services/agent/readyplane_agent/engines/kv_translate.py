@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from readyplane.core.errors import InvalidField
 from readyplane.core.work import HASH_SEED, hash_seed, pack_tokens
 from readyplane.ports import CPU, DISK, GPU, KvEvent
 
@@ -141,7 +142,7 @@ class HashTranslator:
                 return self._removed(event)
             if kind == "BlockStored":
                 return self._stored(event)
-        except (TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError, AttributeError, InvalidField):
             pass  # fields of other types than they have: never anything destructive (B105)
         self.unknown_total += 1
         return None

@@ -77,7 +77,7 @@ class _Worker:
     lower: dict[str, Holder] = field(default_factory=dict)
     applied: int | None = None  # last sequence applied
     seen: int | None = None  # highest sequence seen
-    first: int | None = None  # what its first batch said, as a hash
+    first: dict[int, int] = field(default_factory=dict)  # its first batches, as hashes
     behind: int = 0  # batches in a row that were numbered below `applied`
     suspect_since_s: float | None = None
     first_guess_s: float | None = None
@@ -289,6 +289,7 @@ class PrefixIndex:
                 self._behind(worker, sequence, now_s, replayed=replayed)
                 return False
             self.counts.restarted += 1
+            worker.first.clear()
             self._clear(worker)
             worker.seen = sequence
         elif anew:
@@ -305,7 +306,7 @@ class PrefixIndex:
                 worker.seen = sequence
         worker.applied, worker.behind = sequence, 0
         if sequence in FIRST_SEQUENCES:
-            worker.first = hash(batch)
+            worker.first[sequence] = hash(batch)
         self._apply(worker, batch)
         self._caught_up(worker)
         return True
@@ -362,7 +363,8 @@ class PrefixIndex:
         if worker is None or (worker.applied is not None and worker.applied >= sequence):
             return
         self._clear(worker)
-        worker.applied, worker.first = sequence, None
+        worker.applied = sequence
+        worker.first.clear()
         worker.seen = sequence if worker.seen is None else max(worker.seen, sequence)
         for tier, blocks in chains:
             has = worker.has if tier == GPU else self._below(worker, tier)
@@ -411,7 +413,7 @@ class PrefixIndex:
         if worker.behind >= BEHIND_MAX:  # its first one was not seen
             anew = bool(batch) and batch[0].kind == "cleared"
             return anew or self._given_up(worker, now_s)
-        return sequence in FIRST_SEQUENCES and hash(batch) != worker.first
+        return sequence in FIRST_SEQUENCES and hash(batch) != worker.first.get(sequence)
 
     def _behind(self, worker: _Worker, sequence: int, now_s: float, *, replayed: bool) -> None:
         """A session whose batches stay behind has begun anew, and its first one was not seen."""
