@@ -1,7 +1,7 @@
 """Takes and releases that share a call of the script do what they do one after the other."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -36,7 +36,7 @@ async def _played(
         await seated(store, name, n=3, b=30)
     out: list[object] = []
     for group in groups:
-        calls = []
+        calls: list[Coroutine[Any, Any, object]] = []
         for what, number, amount in group:
             rid, epoch = f"r{number}", 7 if what == "take_old" else 1
             use, decode = Use(1, 4 * amount, amount, 9), f"d{number % 2}"
