@@ -81,8 +81,7 @@ def test_the_prefill_leg_does_not_wait_for_the_reservation() -> None:
     play(story)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_nothing_is_answered_or_told_before_the_reservation_stands(stream: bool) -> None:
+def test_no_token_is_shown_before_the_reservation_stands() -> None:
     async def story(world: World) -> None:
         early(world, reserve_s=1.0)
         heard: list[bytes] = []
@@ -90,7 +89,7 @@ def test_nothing_is_answered_or_told_before_the_reservation_stands(stream: bool)
         async def read(data: bytes) -> None:
             heard.append(data)
 
-        asking = asyncio.ensure_future(world.ask(stream=stream, read=read))
+        asking = asyncio.ensure_future(world.ask(stream=True, read=read))
         await asyncio.sleep(0.9)
         assert len(world.engine("p1").calls()) == len(world.engine("d1").calls()) == 1
         assert not heard
@@ -99,7 +98,32 @@ def test_nothing_is_answered_or_told_before_the_reservation_stands(stream: bool)
         assert (await asking).status == 200
         assert len(world.engine("p1").calls()) == len(world.engine("d1").calls()) == 1
         await world.settle()
-        assert next(str(e.kind) for e in reservation.events) == "prefill_done"
+        assert [str(e.kind) for e in reservation.events] == [
+            "prefill_done",
+            "first_token",
+            "finished",
+        ]
+
+    play(story)
+
+
+@pytest.mark.parametrize("fate", ["same", "other", "refused"])
+def test_a_whole_answer_that_is_there_first_needs_no_reservation(fate: str) -> None:
+    """Its work is done: the reservation, if there is one, is told so and ends."""
+
+    async def story(world: World) -> None:
+        refused = Overloaded("other routers were first", 1.0)
+        early(world, refused if fate == "refused" else fate, reserve_s=1.0)
+        asking = asyncio.ensure_future(world.ask())
+        await asyncio.sleep(0.5)
+        assert asking.done()
+        assert (await asking).status == 200
+        (reservation,) = world.router.reservations.values()
+        assert not reservation.events  # nothing is told of what does not stand yet
+        await world.settle()
+        told = [str(e.kind) for e in reservation.events]
+        assert told == ([] if fate == "refused" else ["prefill_done", "finished"])
+        assert len(world.engine("d1").calls()) + len(world.engine("d2").calls()) == 1
 
     play(story)
 

@@ -54,6 +54,10 @@ class Unconfirmed:
         """What was reserved, mostly `pair` itself. Raises what the router says."""
         return await asyncio.shield(self.asking)
 
+    def served(self) -> None:
+        """The answer is complete: whatever comes of the reservation cuts nothing any more."""
+        self.asking.remove_done_callback(self._look)
+
     def __enter__(self) -> Self:
         self._task = asyncio.current_task()
         assert self._task is not None

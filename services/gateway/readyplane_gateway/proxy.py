@@ -446,7 +446,10 @@ class Proxy:
         """
         ask, call, sink = way.ask, way.call, way.sink
         answer, usage = await self._onward.whole(way, leg)
-        await self._stands(call, booking, handover)
+        ahead = call.ahead
+        if ahead is not None and ahead.asking.done():
+            await self._stands(call, booking, handover)
+            ahead = None
         elapsed_s = self._clock.monotonic_s() - call.arrived_s
         tokens = (usage.completion_tokens if usage else None) or 0
         slo = call.slo or self._bounds.slo
@@ -454,15 +457,43 @@ class Proxy:
         call.stage = "answer"
         await sink.start(200, [*JSON_HEADERS, *self._pair_headers(booking, handover)])
         await sink.send(answer)
-        call.bookings[-1].finished(
-            output_tokens=tokens,
-            ttft_s=None,
-            tpot_s=None,
-            attained=elapsed_s <= slo.ttft_s + slo.tpot_s * max(0, tokens - 1),
-            cached_tokens=handover.cached_tokens,
-        )
         self._meters.output_tokens.labels(ask.model).inc(tokens)
+        attained = elapsed_s <= slo.ttft_s + slo.tpot_s * max(0, tokens - 1)
+
+        def finish() -> None:
+            call.bookings[-1].finished(
+                output_tokens=tokens,
+                ttft_s=None,
+                tpot_s=None,
+                attained=attained,
+                cached_tokens=handover.cached_tokens,
+            )
+
+        if ahead is None:
+            finish()
+        else:
+            call.ahead = None
+            ahead.served()
+            self._later(self._finish_later(ahead, booking, handover, finish))
         return None
+
+    async def _finish_later(
+        self,
+        ahead: Unconfirmed,
+        booking: Booking,
+        handover: Handover,
+        finish: Callable[[], None],
+    ) -> None:
+        """The whole answer was there before its pair was reserved: nothing is left to reserve for,
+        and whatever was reserved is told that it is over.
+        """
+        try:
+            booking.pair = await ahead.confirmed()
+        except ReadyplaneError:
+            booking.void()  # there is nothing to tell it of
+            return
+        self._prefilled(booking, handover)
+        finish()
 
     async def _stream(
         self, way: Way, booking: Booking, leg: DecodeLeg, handover: Handover
