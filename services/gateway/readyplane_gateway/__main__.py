@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import sys
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from readyplane.client import RegistryClient, RouterClient
@@ -110,7 +111,7 @@ async def _serve(settings: GatewaySettings, registry: Registry | None, choice: C
     server.front = Api(
         gateway,
         inner=server.app,
-        new_id=lambda: uuid.uuid4().hex,
+        new_id=partial(secrets.token_hex, 16),
         api_key=settings.gateway_api_key,
     )
     server.http = HttpConnection

@@ -14,6 +14,7 @@ import ssl
 from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import lru_cache
 from typing import Self, cast
 from urllib.parse import urlsplit
 
@@ -24,6 +25,7 @@ from readyplane.kit.clock import Clock
 BUFFERED_BYTES_MAX = 1024 * 1024
 IDLE_CONNECTIONS_MAX = 64
 HEADER_COUNT_MAX = 200
+HEADS_MAX = 4096
 
 
 class Trouble(StrEnum):
@@ -420,9 +422,16 @@ class EngineHttp:
         return connection
 
 
-def _request(url: str, path: str, body: bytes, headers: Iterable[tuple[str, str]]) -> bytes:
+@lru_cache(maxsize=HEADS_MAX)
+def _head(url: str, path: str) -> str:
+    """What all requests to one path of an engine begin with."""
     parts = urlsplit(url)
-    lines = [f"POST {parts.path.rstrip('/')}{path} HTTP/1.1", f"host: {parts.netloc}"]
-    lines += ["content-type: application/json", f"content-length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in headers]
-    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+    return (
+        f"POST {parts.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {parts.netloc}\r\n"
+        "content-type: application/json\r\ncontent-length: "
+    )
+
+
+def _request(url: str, path: str, body: bytes, headers: Iterable[tuple[str, str]]) -> bytes:
+    more = "".join([f"\r\n{name}: {value}" for name, value in headers])
+    return f"{_head(url, path)}{len(body)}{more}\r\n\r\n".encode("latin-1") + body
