@@ -16,7 +16,8 @@ from struct import Struct
 
 import numpy as np
 
-from readyplane.ports import KvEvent, KvEventBatch, Renewal
+from readyplane.core.kv import KvEvent, KvEventBatch
+from readyplane.ports import Renewal
 from readyplane.wire.router import renewal_to_proto
 
 WORKERS = 64

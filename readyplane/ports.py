@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from readyplane.core.breakdown import ClientSignals, GenerationSignals
 from readyplane.core.identity import Manifest
+from readyplane.core.kv import KvEventBatch
 from readyplane.core.ration import PrioritySignals, Ration
 from readyplane.core.startup import StartMode, WeightTier
 from readyplane.core.work import RequestEvent, RequestShape
@@ -170,33 +171,6 @@ class Directive:
     deadline_s: float | None = None
     reason: str = ""
     role: Role | None = None
-
-
-GPU, CPU, DISK = "gpu", "cpu", "disk"
-
-
-@dataclass(frozen=True, slots=True)
-class KvEvent:
-    """Blocks gained (`stored`), lost (`removed`), or all lost (`cleared`).
-
-    Attributes:
-        parent_hash: the block before the first one stored; None when it is not known, or there is
-            none.
-        tier: where the blocks lie: GPU, CPU or DISK; a clearing is of all of them.
-    """
-
-    kind: str
-    block_hashes: tuple[int, ...] = ()
-    parent_hash: int | None = None
-    tier: str = GPU
-
-
-@dataclass(frozen=True, slots=True)
-class KvEventBatch:
-    """Events of one worker; `sequence` grows by one per batch and incarnation."""
-
-    sequence: int
-    events: tuple[KvEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)

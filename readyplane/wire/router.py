@@ -7,6 +7,7 @@ from typing import Any
 
 from readyplane.core.breakdown import ClientSignals, GenerationSignals
 from readyplane.core.errors import InvalidField, ReadyplaneError
+from readyplane.core.kv import GPU, KvEvent, KvEventBatch
 from readyplane.core.ration import PrioritySignals, Ration
 from readyplane.core.work import (
     ISL_EDGES,
@@ -19,13 +20,10 @@ from readyplane.core.work import (
     unpack_hashes,
 )
 from readyplane.ports import (
-    GPU,
     Directive,
     End,
     GateVerdict,
     GroupStatus,
-    KvEvent,
-    KvEventBatch,
     LatencyWindow,
     ModelSignals,
     Pair,
@@ -36,7 +34,7 @@ from readyplane.ports import (
 )
 from readyplane.v1 import router_pb2 as pb
 from readyplane.v1 import worker_pb2 as pb_worker
-from readyplane.wire.errors import error_from_status
+from readyplane.wire.errors import error_from_status, error_to_status
 from readyplane.wire.scalars import duration, enum_of, json_of, object_of, seconds_of
 from readyplane.wire.worker import (
     check_result_from_proto,
@@ -322,6 +320,14 @@ def pair_from_proto(message: pb.RouteResponse) -> Pair:
         ttl_s=seconds_of(message.ttl),
         explanation=object_of(text, "explanation_json") if text else None,
     )
+
+
+def route_result_to_proto(found: Pair | ReadyplaneError, *, request_id: str = "") -> pb.RouteResult:
+    """What became of one request of a batch."""
+    if isinstance(found, ReadyplaneError):
+        status = error_to_status(found).SerializeToString()
+        return pb.RouteResult(request_id=request_id, error_status=status)
+    return pb.RouteResult(request_id=request_id, pair=pair_to_proto(found))
 
 
 def route_result_from_proto(message: pb.RouteResult) -> Pair | ReadyplaneError:

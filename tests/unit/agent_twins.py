@@ -16,6 +16,7 @@ import numpy as np
 
 from readyplane.core.errors import LostLease, NotFound, Overloaded, StaleEpoch, Unavailable
 from readyplane.core.identity import KvFormat, Manifest, chunk_hash, digest_of_bytes
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.startup import Segment, SegmentName, WeightTier
 from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import (
@@ -33,8 +34,6 @@ from readyplane.ports import (
     FetchPlan,
     GateVerdict,
     GroupStatus,
-    KvEvent,
-    KvEventBatch,
     RankedSource,
     RankReport,
     Renewal,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from readyplane.ports import KvEvent, KvEventBatch
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane_agent.kv_events import KvForwarder
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from readyplane.core import gate_checks as gc
 from readyplane.core.errors import LostLease, StaleEpoch, Unauthenticated
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.startup import SegmentName, WeightTier, critical_path
-from readyplane.ports import Directive, KvEvent, KvEventBatch
+from readyplane.ports import Directive
 from readyplane_agent import life as life_module
 from readyplane_agent.lifecycle import ExitCode, State
 from tests.unit.agent_twins import (

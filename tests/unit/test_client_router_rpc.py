@@ -19,19 +19,12 @@ from readyplane.core.errors import (
     Unauthenticated,
     Unavailable,
 )
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo
 from readyplane.core.worker import Fleet, Lease, LoadReport, Role, Worker, WorkerOffer, WorkerState
 from readyplane.kit.auth import TokenCheck
 from readyplane.kit.rpc import OPTIONS, Guard
-from readyplane.ports import (
-    Directive,
-    End,
-    KvEvent,
-    KvEventBatch,
-    Pair,
-    Renewal,
-    RenewalAnswer,
-)
+from readyplane.ports import Directive, End, Pair, Renewal, RenewalAnswer
 from readyplane.v1 import router_pb2 as pb
 from readyplane.v1 import router_pb2_grpc
 

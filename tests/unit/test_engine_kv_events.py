@@ -11,11 +11,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.work import pack_tokens, sequence_hashes
-from readyplane.ports import KvEvent, KvEventBatch
+from readyplane_agent.engines.kv_translate import HashTranslator, read_batch
 from readyplane_agent.engines.modelled.core_events import KvStored
 from readyplane_agent.engines.modelled.kv_publish import KvPublisher
-from readyplane_agent.engines.kv_translate import HashTranslator, read_batch
 from readyplane_agent.engines.vllm_events import KvEventReader
 
 TOKENS = list(range(1, 13))

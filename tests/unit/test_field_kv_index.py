@@ -20,9 +20,9 @@ import zmq.asyncio
 from prometheus_client.core import Metric
 
 from readyplane.core import gate_checks
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import Role
-from readyplane.ports import KvEvent, KvEventBatch
 from readyplane_agent.engines import vllm_events
 from readyplane_agent.engines.kv_translate import HashTranslator, read_batch
 from readyplane_agent.engines.vllm_events import KvEventReader

@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from readyplane.core.errors import InvalidField, LostLease, StaleEpoch
+from readyplane.core.kv import KvEvent
 from readyplane.core.work import EventKind, RequestEvent, Slo
 from readyplane.core.worker import Lease, LoadReport, Role, WorkerState
-from readyplane.ports import KvEvent
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop
 from readyplane_planner.leadership import Leadership, MemoryLeaseStore
 from readyplane_router import circuit

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from readyplane.ports import KvEvent
+from readyplane.core.kv import KvEvent
 from readyplane_router.prefix import Limits, PrefixIndex
 
 STORED, REMOVED, CLEARED = "stored", "removed", "cleared"

@@ -18,9 +18,10 @@ from readyplane.core.errors import (
     Unavailable,
 )
 from readyplane.core.identity import KvFormat
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.work import EventKind, RequestEvent, Slo, sequence_hashes
 from readyplane.core.worker import LoadReport, Role, WorkerState
-from readyplane.ports import KvEvent, KvEventBatch, Pair, RankReport
+from readyplane.ports import Pair, RankReport
 from readyplane_router.bookings import growth_blocks
 from readyplane_router.ends import LOST_WAIT_S
 from readyplane_router.pair import PairPolicy

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from readyplane.core.errors import LostLease, NoPair, ReadyplaneError, StaleEpoch, Unavailable
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.work import EventKind, Slo, sequence_hashes
 from readyplane.core.worker import Role, WorkerState
-from readyplane.ports import KvEvent, KvEventBatch
 from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.seats import Use

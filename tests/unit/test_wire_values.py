@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from readyplane import ports, wire
-from readyplane.core import breakdown, ration, work, worker
+from readyplane.core import breakdown, kv, ration, work, worker
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import KvFormat
 from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
@@ -87,8 +87,11 @@ fleets = st.builds(
     workers=st.lists(workers, max_size=2).map(lambda ws: {w.worker_id: w for w in ws}),
     degraded=texts,
 )
-kv_events = st.builds(ports.KvEvent, texts, hashes)
-batches = st.builds(ports.KvEventBatch, whole, many(kv_events))
+parents = st.none() | st.integers(0, 2**64 - 1)
+kv_events = st.builds(
+    kv.KvEvent, texts, hashes, parents, st.sampled_from([kv.GPU, kv.CPU, kv.DISK])
+)
+batches = st.builds(kv.KvEventBatch, whole, many(kv_events))
 renewals = st.builds(
     ports.Renewal, texts, texts, whole, maybe(progress), maybe(loads), many(batches), st.booleans()
 )
@@ -158,6 +161,10 @@ CASES: dict[str, st.SearchStrategy[Any]] = {
     ),
     "end": ends,
     "pair": st.builds(
+        ports.Pair, texts, ends, ends, st.booleans(), numbers, numbers, numbers, seconds,
+        maybe(json_objects),
+    ),
+    "route_result": st.builds(
         ports.Pair, texts, ends, ends, st.booleans(), numbers, numbers, numbers, seconds,
         maybe(json_objects),
     ),

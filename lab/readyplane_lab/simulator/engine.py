@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from readyplane.core.kv import KvEvent
 from readyplane.core.profile import ClassProfile
 from readyplane.core.worker import LoadReport
 from readyplane.kit.clock import Clock
-from readyplane.ports import KvEvent
 from readyplane_agent.engines.modelled.core import EngineModel
 from readyplane_agent.engines.modelled.core_events import (
     EngineRequest,

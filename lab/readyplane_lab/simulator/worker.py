@@ -24,11 +24,12 @@ from readyplane.core.errors import (
     Unavailable,
 )
 from readyplane.core.identity import KvFormat
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
 from readyplane.core.worker import CheckResult, Lease, Role, Serving, StartProgress, WorkerOffer
 from readyplane.kit.clock import Clock
-from readyplane.ports import Directive, KvEvent, KvEventBatch, Order, RankReport, Renewal, Router
+from readyplane.ports import Directive, Order, RankReport, Renewal, Router
 from readyplane_agent.lifecycle import STARTS, Event, State, holds_lease, step
 from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.simulator.engine import SimEngine

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 
-from readyplane.ports import GPU, KvEvent, KvEventBatch
+from readyplane.core.kv import GPU, KvEvent, KvEventBatch
 
 PENDING_BLOCKS_MAX = 50_000
 REPLAY_BLOCKS_PER_EVENT = 4_096

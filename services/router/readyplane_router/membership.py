@@ -16,6 +16,7 @@ from readyplane.core.errors import (
     StaleEpoch,
     Unavailable,
 )
+from readyplane.core.kv import KvEventBatch
 from readyplane.core.worker import (
     CheckResult,
     Lease,
@@ -23,14 +24,7 @@ from readyplane.core.worker import (
     WorkerOffer,
     WorkerState,
 )
-from readyplane.ports import (
-    GateVerdict,
-    GroupStatus,
-    KvEventBatch,
-    RankReport,
-    Renewal,
-    RenewalAnswer,
-)
+from readyplane.ports import GateVerdict, GroupStatus, RankReport, Renewal, RenewalAnswer
 from readyplane_router import gate, group, lease
 from readyplane_router.lease import Standing
 from readyplane_router.members import Member, check_offer, new_group

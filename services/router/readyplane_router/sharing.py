@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.work import pack_hashes, unpack_hashes
-from readyplane.ports import KvEvent, KvEventBatch
 from readyplane_router.members import Member
 from readyplane_router.pair import seat_key
 from readyplane_router.prefix import PrefixIndex

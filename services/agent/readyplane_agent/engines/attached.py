@@ -14,10 +14,10 @@ from typing import Any
 
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable, Unsupported
 from readyplane.core.identity import KvFormat
+from readyplane.core.kv import KvEventBatch
 from readyplane.core.startup import Segment
 from readyplane.core.worker import LoadReport, Serving
 from readyplane.kit.clock import Clock
-from readyplane.ports import KvEventBatch
 from readyplane_agent.engines.openai import OpenAiEngine, read_metrics
 from readyplane_agent.engines.port import EngineSpec, GenerateResult
 

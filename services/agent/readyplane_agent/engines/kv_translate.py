@@ -16,8 +16,8 @@ import msgspec
 import xxhash
 
 from readyplane.core.errors import InvalidField
+from readyplane.core.kv import CPU, DISK, GPU, KvEvent
 from readyplane.core.work import HASH_SEED, hash_seed, pack_tokens
-from readyplane.ports import CPU, DISK, GPU, KvEvent
 
 TIERS: Mapping[str | None, str] = {
     medium: tier

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from readyplane.core.kv import KvEventBatch
 from readyplane.core.startup import Segment, StartMode
 from readyplane.core.worker import LoadReport, Role, Serving
-from readyplane.ports import KvEventBatch
 from readyplane_agent.engines.layout import (
     ARENA_ALIGN_BYTES,
     TENSOR_TABLE_SCHEMA,

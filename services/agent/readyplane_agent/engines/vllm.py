@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from readyplane.core.errors import InvalidField, Unavailable
+from readyplane.core.kv import KvEventBatch
 from readyplane.core.startup import Segment, SegmentName, StartMode
 from readyplane.core.worker import Role
 from readyplane.kit.clock import Clock
-from readyplane.ports import KvEventBatch
 from readyplane_agent.engines.attached import AttachedEngine
 from readyplane_agent.engines.child import EngineProcess
 from readyplane_agent.engines.port import EngineSpec

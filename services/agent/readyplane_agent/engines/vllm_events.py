@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from readyplane.ports import KvEvent, KvEventBatch
+from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane_agent.engines.kv_translate import HashTranslator, read_batch
 
 REPLAY_LIMIT_S = 5.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from readyplane.ports import CPU, DISK, GPU, KvEvent
+from readyplane.core.kv import CPU, DISK, GPU, KvEvent
 from readyplane_router.prefix.chains import Chains, Holder
 from readyplane_router.prefix.tiers import TIERS, TierLoad
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from readyplane.ports import CPU, DISK, GPU
+from readyplane.core.kv import CPU, DISK, GPU
 
 
 @dataclass(frozen=True, slots=True)

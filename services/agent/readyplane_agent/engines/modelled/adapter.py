@@ -19,10 +19,10 @@ from typing import Any
 
 from readyplane.core.errors import ReadyplaneError, Unavailable
 from readyplane.core.identity import KvFormat
+from readyplane.core.kv import KvEventBatch
 from readyplane.core.startup import Segment, SegmentName
 from readyplane.core.worker import LoadReport, Serving
 from readyplane.kit.clock import Clock, SystemClock
-from readyplane.ports import KvEventBatch
 from readyplane_agent.engines.openai import OpenAiEngine, read_metrics
 from readyplane_agent.engines.port import EngineSpec, GenerateResult
 from readyplane_agent.engines.vllm_events import KvEventReader
