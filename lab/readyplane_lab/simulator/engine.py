@@ -127,6 +127,16 @@ class SimEngine:
             self.model.abort(request_id, self._now_s())
             self._pump()
 
+    def move_out(self, request_id: str) -> int | None:
+        """Stop what decodes and hold its KV for who goes on; its output tokens, None if it does
+        not decode here.
+        """
+        if self.dead:
+            return None
+        emitted = self.model.move_out(request_id, self._now_s())
+        self._pump()
+        return emitted
+
     def kv_pulled(self, request_id: str) -> bool:
         """The reader has taken a held KV; False when it is gone."""
         if self.dead:

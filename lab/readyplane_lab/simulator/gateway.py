@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from readyplane.core.errors import NoPair, ReadyplaneError
 from readyplane.core.profile import LinkClass
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo
 from readyplane.kit.clock import Clock
-from readyplane.ports import Pair, Router
+from readyplane.ports import Mover, Pair, Router
 from readyplane_agent.engines.modelled.core_events import EngineRequest, Finished, RequestMode
 from readyplane_lab.simulator.engine import Leg, LegFailed, SimEngine
 from readyplane_lab.simulator.links import SharedLinks
@@ -30,6 +30,7 @@ STREAM_SLACK = 4.0
 PROGRESS_TOKENS = 512
 PROGRESS_EVERY_S = 10.0
 PACE_EVERY_S = 2.5
+MOVE_AFTER_S, MOVE_AGAIN_S = 2.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class SimGateway:
         tells_pace: how fast each stream really goes is told, as a gateway does; costs events, and
             matters only where some engines are slower than their class.
         links: where they are not all of the class `link`.
+        mover: finds another worker for requests on one that drains; None lets them end there.
     """
 
     def __init__(
@@ -71,8 +73,11 @@ class SimGateway:
         block_size: int = BLOCK_SIZE,
         tells_pace: bool = False,
         links: SharedLinks | None = None,
+        mover: Mover | None = None,
     ) -> None:
         self.records: list[Record] = []
+        self.moved = 0
+        self._mover = mover
         self.open = 0
         self._router = router
         self._workers = workers
@@ -206,7 +211,10 @@ class SimGateway:
                 output_tokens=1,
             )
         )
-        finished = await self._streamed(pair, leg, first_s)
+        if self._mover is None:
+            finished = await self._streamed(pair, leg, first_s)
+        else:
+            pair, finished = await self._followed(self._mover, shape, pair, leg, failed)
         return await self._finished(
             request, pair, leg.cached_tokens or 0, began_s, first_s, finished, repaired
         )
@@ -226,6 +234,82 @@ class SimGateway:
                 RequestEvent(pair.reservation_id, EventKind.PROGRESS, output_tokens=emitted)
             )
         return await leg.finished
+
+    async def _followed(
+        self, mover: Mover, shape: RequestShape, pair: Pair, leg: Leg, failed: _Failed
+    ) -> tuple[Pair, Finished]:
+        """The end of a stream, wherever it goes on; the pair it ended with, and all its tokens."""
+        given = 0
+        while await self._drains(pair, leg, given):
+            emitted = self._emitted(pair, leg, given)
+            try:
+                moved = await mover.move(
+                    shape,
+                    reservation_id=pair.reservation_id,
+                    worker_id=pair.decode.worker_id,
+                    emitted=emitted,
+                )
+            except ReadyplaneError:
+                continue  # nobody has room: it is asked again
+            source = self._engine(pair.decode.worker_id)
+            ends = (pair.decode.worker_id, moved.decode.worker_id)
+            left = source.move_out(leg.request.request_id)
+            pair, failed.worker_id = moved, moved.decode.worker_id
+            if left is None:
+                break  # it has just ended
+            given += left
+            leg = await self._goes_on(source, ends, leg, left)
+        finished = await leg.finished
+        return pair, replace(finished, output_tokens=given + finished.output_tokens)
+
+    async def _drains(self, pair: Pair, leg: Leg, given: int) -> bool:
+        """True when the worker of a leg is to leave, False when the leg has ended. Tells the router
+        meanwhile that it goes on.
+        """
+        while True:
+            done, _ = await asyncio.wait((leg.finished,), timeout=MOVE_AFTER_S)
+            if done:
+                return False
+            worker = self._workers.get(pair.decode.worker_id)
+            if worker is not None and worker.drain_s is not None:
+                return True
+            told = self._emitted(pair, leg, given)
+            await self._tell(
+                RequestEvent(pair.reservation_id, EventKind.PROGRESS, output_tokens=told)
+            )
+
+    def _emitted(self, pair: Pair, leg: Leg, given: int) -> int:
+        """Output tokens by now, as a leg's first token and the predicted pace have it."""
+        elapsed_s = self._clock.monotonic_s() - leg.first_token.result()
+        now = 1 + int(elapsed_s / max(pair.predicted_tpot_s, 1e-3))
+        return given + max(1, min(leg.request.output_tokens - 1, now))
+
+    async def _goes_on(
+        self, source: SimEngine, ends: tuple[str, str], leg: Leg, emitted: int
+    ) -> Leg:
+        """The rest of a sequence on another engine, its KV read from where it was."""
+        self.moved += 1
+        had = leg.request
+        name = f"{had.request_id}+"
+        target = self._engine(ends[1])
+        # Blocks of the answer are not known by their hashes: what was written is no prefix here.
+        rest = EngineRequest(
+            request_id=name,
+            prompt_tokens=had.prompt_tokens + emitted,
+            output_tokens=had.output_tokens - emitted,
+            mode=RequestMode.REMOTE_PREFILL,
+            finish_reason="stop",
+        )
+        after = target.submit(rest)
+        wanted = await after.kv_wanted
+        await self._links.move(ends, float(wanted.tokens * self._kv_bytes_per_token))
+        if not source.kv_pulled(had.request_id):
+            target.abort(name)
+            raise LegFailed("the KV was no longer held by the worker it came from")
+        target.kv_arrived(name)
+        after.cached_tokens = leg.cached_tokens
+        await after.first_token
+        return after
 
     def _pace_s(self, pair: Pair) -> float:
         """Seconds for a token on the decode worker, as it runs now."""

@@ -50,10 +50,11 @@ class SimRouter(RouterService):
         avoid: Sequence[str] = (),
         explain: bool = False,
         dry_run: bool = False,
+        chosen: Callable[[Pair], None] | None = None,
     ) -> Pair:
         """See the port."""
         pair = await super().route(
-            shape, replaces=replaces, avoid=avoid, explain=explain, dry_run=dry_run
+            shape, replaces=replaces, avoid=avoid, explain=explain, dry_run=dry_run, chosen=chosen
         )
         pair_is_ready(pair, self.roster.members)
         return pair

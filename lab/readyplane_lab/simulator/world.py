@@ -86,6 +86,7 @@ class WorldOptions:
         faults, directives: what happens at which moment. standbys: (prefill, decode) workers that
             are loaded at the first arrival and wait to be activated; only with `initial`.
         record: False keeps neither series nor documents of decisions.
+        moves: requests on a worker that drains go on at another one, as a gateway moves them.
     """
 
     policy: Mapping[str, Any]
@@ -103,6 +104,7 @@ class WorldOptions:
     directives: tuple[Directive, ...] = ()
     standbys: tuple[int, int] = (0, 0)
     record: bool = True
+    moves: bool = False
 
 
 class World:
@@ -167,6 +169,7 @@ class World:
             clock=self.clock,
             block_size=options.block_size,
             tells_pace=any(getattr(f, "slowness", 1.0) != 1.0 for f in options.faults),
+            mover=self.router if options.moves else None,
         )
         self._broken: asyncio.Future[Any] = loop.create_future()
         self._tasks: list[asyncio.Task[Any]] = []
