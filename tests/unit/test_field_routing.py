@@ -294,7 +294,7 @@ def test_b74_old_reports_of_idleness_attract_no_more_than_a_probe() -> None:
         found = {s.worker_id: s.sequences for s in router.desks[MODEL].decodes}
         assert found == {"d0": 9, "d1": 1}
         shown = (await router.list_workers()).workers["d1"]
-        assert shown.load is not None and shown.load.age_s >= 60.0
+        assert shown.load.age_s >= 60.0
 
     on_virtual_time(main)
 
@@ -325,6 +325,7 @@ def test_b81_what_engines_report_and_what_routers_promise_are_not_the_same_field
         lambda: learn(d, Use(1, 1, 0, 0)),  # a router: next to nothing promised
         lambda: learn(d, Use(0, 0, 0, 0)),
     ]
+    verdict: object = None
     for place in order:
         news[place]()
         verdict = decide(ask(64, output_reserved=16), [seat("p")], [d], POLICY, now_s=0.0)
