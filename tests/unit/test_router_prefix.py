@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from readyplane.core.kv import KvEvent
+from readyplane.core.kv import CPU, DISK, GPU, KvEvent
 from readyplane_router.prefix import Limits, PrefixIndex
+from readyplane_router.prefix.tiers import TierLoad, worth
 
 STORED, REMOVED, CLEARED = "stored", "removed", "cleared"
 LIMITS = Limits(speculative_ttl_s=2.0, approximate_ttl_s=60.0, replay_wait_s=10.0)
@@ -283,14 +285,14 @@ def check(of: PrefixIndex) -> None:
         }
         assert {bit: has for bit, has in want.items() if has < chain.size} == part
     for worker in of._workers.values():
-        has = worker.has
-        assert chains >= has.held.keys() | has.guesses.keys()
-        assert has.blocks == sum(has.held.values()) <= worker.blocks_max
-        assert has.guessed == sum(g[0][1] for g in has.guesses.values()) <= worker.blocks_max
-        for guesses in has.guesses.values():
-            assert guesses == sorted(guesses) and guesses[::-1] == sorted(
-                guesses, key=lambda g: g[1]
-            )
+        holder = worker.has
+        assert chains >= holder.held.keys() | holder.guesses.keys()
+        assert holder.blocks == sum(holder.held.values()) <= worker.blocks_max
+        guessed = sum(guesses[0][1] for guesses in holder.guesses.values())
+        assert holder.guessed == guessed <= worker.blocks_max
+        for guesses in holder.guesses.values():
+            assert guesses == sorted(guesses)
+            assert guesses[::-1] == sorted(guesses, key=lambda g: g[1])
 
 
 class Plain:
@@ -406,3 +408,50 @@ def test_what_is_kept_of_a_worker_is_bounded_and_was_told(
         for found, depth in matched(of, *hashes, now_s=now_s).items():
             plain[found].tell(STORED, [], now_s)
             assert depth <= plain[found].depth(hashes)
+
+
+def test_a_prefix_goes_on_below_the_gpu() -> None:
+    of = index("a", "b")
+    told = [KvEvent(STORED, (1, 2, 3)), KvEvent(STORED, (2, 3, 4, 5), None, CPU)]
+    told.append(KvEvent(STORED, (6,), 5, DISK))
+    assert of.apply("a", 0, told, now_s=0.0)
+    tell(of, "b", 0, [(STORED, [1])], now_s=0.0)
+    assert matched(of, 1, 2, 3, 4, 5, 6) == {"a": 3, "b": 1}
+    assert of.tiered([1, 2, 3, 4, 5, 6]) == {"a": [(GPU, 3), (CPU, 2), (DISK, 1)]}
+    of.apply("a", 1, [KvEvent("removed", (3, 2))], now_s=0.0)
+    assert of.tiered([1, 2, 3, 4, 5, 6]) == {"a": [(GPU, 1), (CPU, 4), (DISK, 1)]}
+    check(of)
+    snapshot = of.snapshot("a")
+    assert snapshot is not None
+    other = index("a")
+    other.restore("a", *snapshot)
+    assert other.tiered([1, 2, 3, 4, 5, 6]) == of.tiered([1, 2, 3, 4, 5, 6])
+    of.apply("a", 5, [KvEvent(STORED, (9,))], now_s=0.0)
+    assert of.tiered([1, 2]) == {}, "a suspect is credited with nothing"
+    of.drop("a")
+    assert of.tiered([1, 2]) == {} and len(of) == 1
+    check(of)
+
+
+LOADS = {CPU: TierLoad(1e9, 0.0), DISK: TierLoad(1e8, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "good"),
+    [
+        ([(GPU, 1000)], 1000),
+        ([(GPU, 1000), (CPU, 1000)], 1900),  # loaded in 0.1 s, computed in 1 s
+        ([(CPU, 1000)], 900),
+        ([(GPU, 1000), (DISK, 1000)], 1000),  # 1.5 s to load: computed sooner
+        ([(DISK, 1000), (GPU, 1000)], 0),  # what is behind it is of no use
+        ([(CPU, 500), (GPU, 500)], 950),
+        ([], 0),
+    ],
+)
+def test_a_prefix_is_worth_its_tokens_less_their_load(
+    pieces: list[tuple[str, int]], good: int
+) -> None:
+    found = worth(
+        pieces, LOADS, kv_bytes_per_token=100_000, prefill_s=lambda tokens, _before: tokens / 1000
+    )
+    assert found == good

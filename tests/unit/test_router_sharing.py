@@ -11,6 +11,7 @@ from readyplane.core.errors import LostLease, NoPair, ReadyplaneError, StaleEpoc
 from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.work import EventKind, Slo, sequence_hashes
 from readyplane.core.worker import Role, WorkerState
+from readyplane_router import sharing
 from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.seats import Use
@@ -388,3 +389,26 @@ def test_with_several_routers_a_cut_off_one_serves_its_share_only() -> None:
         assert placed == 10  # five each
 
     on_virtual_time(main, policy=POLICY)
+
+
+# --------------------------------------------------------------------------- packed forms
+
+
+def test_batches_and_snapshots_survive_the_log() -> None:
+    batch = KvEventBatch(
+        7,
+        (
+            KvEvent("stored", (1, 2**64 - 1), 5),
+            KvEvent("removed", (3,), None, "cpu"),
+            KvEvent("cleared"),
+        ),
+    )
+    packed = sharing.pack_batch(batch)
+    assert sharing.unpack_batch(packed) == batch
+    chains = [("gpu", (1, 2, 3)), ("disk", (2**63,))]
+    snapshot = sharing.pack_snapshot(7, chains)
+    assert sharing.unpack_snapshot(snapshot) == (7, chains)
+    for garbled in (b"", b"\xc1", packed[:-1], snapshot[:-3], snapshot):
+        assert sharing.unpack_batch(garbled) is None
+    for garbled in (b"", packed, snapshot[:-3]):
+        assert sharing.unpack_snapshot(garbled) is None

@@ -43,7 +43,9 @@ class RouteBody(_Body):
     request_id: str = Field(min_length=1, max_length=200)
     model: str = Field(min_length=1)
     token_ids: list[int] = Field(default_factory=list, max_length=TOKENS_MAX)
-    block_hashes: list[int] = Field(default_factory=list, max_length=TOKENS_MAX)
+    block_hashes: list[Annotated[int, Field(ge=0, lt=2**64)]] = Field(
+        default_factory=list, max_length=TOKENS_MAX
+    )
     isl: int | None = Field(None, description="prompt tokens; not needed with token_ids")
     max_tokens: int | None = None
     priority: int = 0

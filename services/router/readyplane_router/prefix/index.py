@@ -207,7 +207,11 @@ class PrefixIndex:
             for tier in TIERS:
                 more = min(count, has[tier].has(chain) if tier in has else 0) - here
                 if more > 0:
-                    pieces.append((tier, more))
+                    last = pieces[-1] if pieces else ("", 0)
+                    if last[0] == tier:
+                        pieces[-1] = tier, last[1] + more
+                    else:
+                        pieces.append((tier, more))
                     here += more
             depth += here
             if here < count:
