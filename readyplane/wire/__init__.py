@@ -66,6 +66,7 @@ from readyplane.wire.router import (
     request_shape_from_proto,
     request_shape_to_proto,
     route_result_from_proto,
+    route_result_to_proto,
     router_signals_from_proto,
     router_signals_to_proto,
 )
@@ -166,6 +167,7 @@ __all__ = [
     "role_from_proto",
     "role_to_proto",
     "route_result_from_proto",
+    "route_result_to_proto",
     "router_signals_from_proto",
     "router_signals_to_proto",
     "seconds_of",

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from readyplane import wire
 from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane.core.work import RequestEvent
+from readyplane.ports import Pair
 from readyplane.v1 import router_pb2 as pb
 
 BATCH_REQUESTS_MAX = 256
@@ -25,7 +26,7 @@ STREAM_REQUESTS_MAX = 4_096
 
 log = logging.getLogger(__name__)
 
-Route = Callable[[pb.RouteRequest], Awaitable[pb.RouteResponse]]
+Route = Callable[[pb.RouteRequest], Awaitable[Pair]]
 Complete = Callable[[Sequence[RequestEvent]], Awaitable[int]]
 
 
@@ -69,18 +70,17 @@ class Batches:
 
     async def _result(self, request: pb.RouteRequest) -> pb.RouteResult:
         """The answer to one request, an error too."""
+        found: Pair | ReadyplaneError
         try:
-            return pb.RouteResult(request_id=request.request_id, pair=await self._route(request))
+            found = await self._route(request)
         except ReadyplaneError as error:
-            status = wire.error_to_status(error)
+            found = error
         except Exception as error:
             number = secrets.token_hex(6)
             log.exception("unexpected error in a route of a batch", extra={"error_id": number})
             text = f"unexpected {type(error).__name__}, logged under error_id {number}"
-            status = wire.error_to_status(ReadyplaneError(text))
-        return pb.RouteResult(
-            request_id=request.request_id, error_status=status.SerializeToString()
-        )
+            found = ReadyplaneError(text)
+        return wire.route_result_to_proto(found, request_id=request.request_id)
 
 
 Result = Callable[[pb.RouteRequest], Awaitable[pb.RouteResult]]

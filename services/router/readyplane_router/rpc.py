@@ -11,6 +11,7 @@ import grpc.aio
 from readyplane import wire
 from readyplane.kit.clock import Clock
 from readyplane.kit.lean_rpc import Message, Method
+from readyplane.ports import Pair
 from readyplane.v1 import router_pb2 as pb
 from readyplane.v1 import router_pb2_grpc
 from readyplane_router.batches import Batches
@@ -56,7 +57,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     def __init__(self, service: RouterService, clock: Clock) -> None:
         self._service = service
         self._clock = clock
-        self._batches = Batches(self.routed, service.complete)
+        self._batches = Batches(self._pair, service.complete)
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         lease = await self._service.register(wire.worker_offer_from_proto(request.offer))
@@ -168,14 +169,16 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     async def routed(self, request: pb.RouteRequest) -> pb.RouteResponse:
         """Pick a pair."""
-        pair = await self._service.route(
+        return wire.pair_to_proto(await self._pair(request))
+
+    async def _pair(self, request: pb.RouteRequest) -> Pair:
+        return await self._service.route(
             wire.request_shape_from_proto(request),
             replaces=request.replaces_reservation_id,
             avoid=tuple(request.avoid_worker_ids),
             explain=request.explain,
             dry_run=request.dry_run,
         )
-        return wire.pair_to_proto(pair)
 
     async def RouteBatch(
         self, request: pb.RouteBatchRequest, context: Context
