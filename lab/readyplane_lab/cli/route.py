@@ -31,7 +31,7 @@ EXAMPLES = examples(
 )
 TOKENS_MAX = 2_000_000
 PROMPT_BYTES_MAX = 32 * 1024 * 1024
-NONE_IS_USUAL = {"stall_s"}
+NONE_IS_USUAL = {"stall_s", "crowding_s"}
 TERMS = (
     ("queue_s", "wait for P"),
     ("prefill_s", "prefill"),
@@ -42,6 +42,7 @@ TERMS = (
     ("decode_s", "decode"),
     ("slowdown_s", "slow-down"),
     ("stall_s", "stall"),
+    ("crowding_s", "others wait"),
     ("cost_s", "cost"),
 )
 
