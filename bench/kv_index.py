@@ -39,12 +39,16 @@ class Side:
     look_s: list[float] = field(default_factory=list)
     memory: int = 0
 
-    def play(self, part: Path) -> list[Any]:
-        """Apply one part; returns what its lookups found."""
+    def ask(self, what: object) -> Any:
+        """One line there, one line back."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(part, file=self.process.stdin, flush=True)
-        answer = json.loads(self.process.stdout.readline())
+        print(what, file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def play(self, part: Path) -> list[Any]:
+        """Apply one part; returns what its lookups found."""
+        answer = self.ask(part)
         self.cpu_s += answer["cpu_s"]
         self.look_s += answer["look_s"]
         self.memory = answer["memory"]
@@ -85,6 +89,7 @@ def run(announcements: int, seed: int) -> dict[str, float]:
                 first, second = turns if number % 2 else turns[::-1]
                 found = first[0].play(first[1]), second[0].play(second[1])
                 assert found[0] == found[1], f"part {number}: the answers differ"
+            rebuilt = ours.ask("rebuild")
         finally:
             for side in (ours, theirs):
                 side.process.kill()
@@ -92,6 +97,9 @@ def run(announcements: int, seed: int) -> dict[str, float]:
     print(f"{told} blocks stored or removed, {len(ours.look_s)} lookups, the same answers")
     for side in (ours, theirs):
         print(side.text(told))
+    size, blocks = rebuilt["bytes"], rebuilt["blocks"]
+    print(f"  ours: {blocks} blocks rebuilt from snapshots ({size / blocks:.1f} B each)", end="")
+    print(f" in {rebuilt['cpu_s']:.2f} s CPU")
     return {
         "lookup_ratio": statistics.median(ours.look_s) / statistics.median(theirs.look_s),
         "apply_cpu_ratio": ours.cpu_s / theirs.cpu_s,

@@ -25,14 +25,16 @@ EVENTS = 0
 WORKERS = 64
 Apply = Callable[[int, bytes], None]
 Look = Callable[[Any], Any]
+Rebuild = Callable[[], dict[str, float]]
 
 
-def ours() -> tuple[Apply, Look, Callable[[Any], dict[int, int]], type]:
+def ours() -> tuple[Apply, Look, Callable[[Any], dict[int, int]], type, Rebuild]:
     """The router's way of a session message into the index."""
     from readyplane.v1 import router_pb2 as pb
     from readyplane.wire.router import renewal_from_proto
     from readyplane_router.membership import KV_BLOCKS_MAX
     from readyplane_router.prefix import PrefixIndex
+    from readyplane_router.sharing import pack_snapshot, take_snapshot
 
     index = PrefixIndex()
     keys: dict[str, str] = {}
@@ -49,10 +51,25 @@ def ours() -> tuple[Apply, Look, Callable[[Any], dict[int, int]], type]:
     def plain(found: Any) -> dict[int, int]:
         return {int(key.split("@")[0].rpartition("-")[2]): n for key, n in found.items()}
 
-    return apply, lambda hashes: index.matched(hashes, now_s=0.0), plain, tuple
+    def rebuild() -> dict[str, float]:
+        """All snapshots, as they lie in Redis, into an index that knows nothing."""
+        packed = {
+            key: pack_snapshot(*found) for key in keys.values() if (found := index.snapshot(key))
+        }
+        fresh = PrefixIndex()
+        begun_s = time.process_time()
+        for key, data in packed.items():
+            fresh.add(key, blocks_max=KV_BLOCKS_MAX)
+            take_snapshot(fresh, key, data)
+        cpu_s = time.process_time() - begun_s
+        blocks = sum(fresh.blocks_of(key) for key in packed)
+        assert blocks == sum(index.blocks_of(key) for key in packed)
+        return {"cpu_s": cpu_s, "blocks": blocks, "bytes": sum(map(len, packed.values()))}
+
+    return apply, lambda hashes: index.matched(hashes, now_s=0.0), plain, tuple, rebuild
 
 
-def theirs() -> tuple[Apply, Look, Callable[[Any], dict[int, int]], type]:
+def theirs() -> tuple[Apply, Look, Callable[[Any], dict[int, int]], type, Rebuild]:
     """The binding's own: events as JSON in, scores out."""
     from dynamo._core import RadixTree  # type: ignore[import-not-found]
 
@@ -61,14 +78,17 @@ def theirs() -> tuple[Apply, Look, Callable[[Any], dict[int, int]], type]:
     def plain(found: Any) -> dict[int, int]:
         return {worker: n for (worker, _rank), n in found.items() if n}
 
-    return tree.apply_event, lambda hashes: tree.find_matches(hashes).scores, plain, list
+    return tree.apply_event, lambda hashes: tree.find_matches(hashes).scores, plain, list, dict
 
 
 def main() -> None:
     """Answer until standard input ends."""
-    apply, look, plain, kind = {"ours": ours, "theirs": theirs}[sys.argv[1]]()
+    apply, look, plain, kind, rebuild = {"ours": ours, "theirs": theirs}[sys.argv[1]]()
     before = memory()
     for line in sys.stdin:
+        if line.strip() == "rebuild":
+            print(json.dumps(rebuild()), flush=True)
+            continue
         ops = read(Path(line.strip()).read_bytes())
         answer = part(ops, apply, look, plain, kind)
         del ops

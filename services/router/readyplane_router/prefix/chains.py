@@ -232,9 +232,14 @@ class Chains:
                 self._guessed(holder, chain, [g for g in guesses if g[0] > now_s])
 
     def _guess(self, holder: Holder, chain: Chain, until_s: float, count: int) -> None:
-        had = holder.guesses.pop(chain, [])  # to the end: the oldest is dropped first
-        holder.guessed -= had[0][1] if had else 0
-        self._guessed(holder, chain, [*had, (until_s, count)], known=False)
+        had = holder.guesses.pop(chain, None)  # to the end: the oldest is dropped first
+        if had is None:
+            holder.guesses[chain] = [(until_s, count)]
+            holder.guessed += count
+            self._mark(holder, chain)
+        else:
+            holder.guessed -= had[0][1]
+            self._guessed(holder, chain, [*had, (until_s, count)], known=False)
         self._push(holder, chain, until_s)
 
     def _guessed(
