@@ -90,6 +90,7 @@ async def test_what_a_running_vllm_tells() -> None:
         engine = attached(url)
         await engine.wait_ready(stall_s=5)
         told = engine.serving()
+        assert not told.moves  # R22.2: vLLM says so, and is drained by finishing
         assert (told.kv_total_blocks, told.block_size, told.max_model_len) == (400, 16, 2048)
         assert told.kv.engine_version == "vllm/0.32.0"
         assert told.kv.model_digest == "attached:m"
