@@ -181,6 +181,17 @@ async def test_what_is_not_for_the_application_is_said_and_closed(
         assert b"connection: close" in data
 
 
+async def test_headers_that_do_not_come_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_S_MAX", 0.1)
+    async with serving(echo) as (reader, writer):
+        writer.write(post("/", b"first") + b"POST / HTTP/1.1\r\nhost:")
+        assert (await answer(reader))[1] == b"/ first"
+        data = await asyncio.wait_for(reader.read(), 2)
+        assert data.startswith(b"HTTP/1.1 408")
+
+
 async def test_an_application_that_breaks_ends_its_connection() -> None:
     async def half(scope: Any, receive: Any, send: Any) -> None:
         del scope

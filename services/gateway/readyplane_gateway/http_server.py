@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 READ_AHEAD_BYTES_MAX = 1024 * 1024
 WHOLE_BODY_BYTES_MAX = 256 * 1024
 WHOLE_BODY_S_MAX = 1.0
+HEAD_S_MAX = 30.0
 HEAD_BYTES_MAX = 256 * 1024
 PIPELINED_MAX = 64
 GONE = "readyplane.gone"
@@ -249,6 +250,8 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(b"400 Bad Request", b"no protocol upgrade is offered")
         except httptools.HttpParserError as error:
             self._refuse(b"400 Bad Request", f"not HTTP: {error}".encode())
+        if self._late is None and self._reading is not None and not self._reading.method:
+            self._late = self._loop.call_later(HEAD_S_MAX, self._head_is_late)
 
     def eof_received(self) -> None:
         """A client that ends its half wants no answer either."""
@@ -288,6 +291,9 @@ class HttpConnection(asyncio.Protocol):
         turn = self._reading
         assert turn is not None
         turn.method = self._parser.get_method().decode("ascii", "replace")
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
         turn.keep_alive = self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
@@ -318,6 +324,11 @@ class HttpConnection(asyncio.Protocol):
         self._head_bytes += size
         if self._head_bytes > HEAD_BYTES_MAX:
             self._refuse(b"431 Request Header Fields Too Large", b"headers too large")
+
+    def _head_is_late(self) -> None:
+        self._late = None
+        if self._reading is not None and not self._reading.method:
+            self._refuse(b"408 Request Timeout", b"the headers did not come in time")
 
     def _body_is_late(self) -> None:
         self._late = None

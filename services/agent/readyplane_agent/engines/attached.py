@@ -126,6 +126,8 @@ class AttachedEngine:
             max_model_len=int(str(length)),
             profile=self._profile,
             max_num_seqs=256,
+            # vLLM cannot give a running sequence away: such a worker is drained by finishing.
+            moves=False,
         )
 
     async def _version(self) -> str:
