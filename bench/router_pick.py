@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -112,19 +113,21 @@ Prompts = Tokens | Hashes
 class Ours:
     """Lanes that pick at our router."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, prompts: Prompts, prefix: str = "p") -> None:
+        """`prefix`: of the request ids; two benches on one side must not share them."""
         self._prompts = prompts
+        self._prefix = prefix.encode()
         shape = pb.RouteRequest(model=MODEL, isl=ISL, max_tokens=MAX_TOKENS)
         self._shape = shape.SerializeToString()
         event = pb.RequestEvent(kind="finished", output_tokens=EXPECTED, attained=True)
         self._event = event.SerializeToString()
 
     def _request(self, number: int) -> bytes:
-        name = b"p%d" % number
+        name = b"%b%d" % (self._prefix, number)
         return b"".join((_field(1, name), self._shape, self._prompts.ours(number)))
 
     def _ended(self, number: int) -> bytes:
-        return _field(2, _field(1, b"p%d.0" % number) + self._event)
+        return _field(2, _field(1, b"%b%d.0" % (self._prefix, number)) + self._event)
 
     def unary(self, _talk: Talk, numbers: Iterator[int], took_s: list[float]) -> Lane:
         """One route, one completion."""
@@ -188,7 +191,10 @@ class Theirs:
 class Bench:
     """Rounds of picks against one side, each over connections of its own."""
 
-    def __init__(self, side: Side, make: Callable[[str], Talk]) -> None:
+    def __init__(
+        self, side: Side, make: Callable[[str], Talk], *, undisturbed: bool = False
+    ) -> None:
+        self._undisturbed = undisturbed
         self._side = side
         self._make = make
         self._numbers = itertools.count()
@@ -201,8 +207,9 @@ class Bench:
         took_s: list[float] = []
         try:
             before_s = self._side.cpu_s()
-            whole_s = drive([(talk, lanes(talk, numbers, took_s)) for talk in talks])
-            cpu_s = self._side.cpu_s() - before_s
+            with self._side.undisturbed() if self._undisturbed else nullcontext():
+                whole_s = drive([(talk, lanes(talk, numbers, took_s)) for talk in talks])
+                cpu_s = self._side.cpu_s() - before_s
         finally:
             for talk in talks:
                 talk.close()
@@ -248,19 +255,19 @@ def _ratio(
     return statistics.median(each)
 
 
-def measure_picks(rounds: int, routers: int) -> dict[str, float]:
+def measure_picks(rounds: int, routers: int, *, undisturbed: bool) -> dict[str, float]:
     """The four ratios, ours by theirs; all nan where the peer is not installed."""
     if not PEER_PYTHON.exists():
         print("pick: not run, the peer is not installed (make .venv-peers/stamp)", flush=True)
         return dict.fromkeys(RATIOS, math.nan)
     with tempfile.TemporaryDirectory() as folder:
-        figures = asyncio.run(_tokens(Path(folder), rounds, routers))
+        figures = asyncio.run(_tokens(Path(folder), rounds, routers, undisturbed))
     with tempfile.TemporaryDirectory() as folder:
-        figures |= asyncio.run(_hashes(Path(folder), rounds))
+        figures |= asyncio.run(_hashes(Path(folder), rounds, undisturbed))
     return figures
 
 
-async def _tokens(folder: Path, rounds: int, routers: int) -> dict[str, float]:
+async def _tokens(folder: Path, rounds: int, routers: int, undisturbed: bool) -> dict[str, float]:
     """64P+64D and 8,192 token ids: rates at 16 in flight, latency at 1."""
     print(f"64P+64D, {ISL} token ids, {routers} of our routers on one Redis", flush=True)
     async with (
@@ -268,13 +275,16 @@ async def _tokens(folder: Path, rounds: int, routers: int) -> dict[str, float]:
         their_side(folder / "peer", prefills=64, decodes=64) as their,
     ):
         prompts = Tokens()
-        ours, theirs = Ours(prompts), Theirs(prompts)
-        here, there = Bench(our, Grpc), Bench(their, Http)
+        ours, others, theirs = Ours(prompts), Ours(prompts, "u"), Theirs(prompts)
+        here = Bench(our, Grpc, undisturbed=undisturbed)
+        usual = Bench(replace(our, addresses=our.usual), Grpc, undisturbed=undisturbed)
+        there = Bench(their, Http, undisturbed=undisturbed)
         found = await asyncio.to_thread(
             _play,
             [
                 Way("peer, 16 in flight", there, theirs.unary, 480, IN_FLIGHT),
                 Way("Route, 16 in flight", here, ours.unary, 480, IN_FLIGHT),
+                Way("Route, 16 in flight, grpc.aio", usual, others.unary, 480, IN_FLIGHT),
                 Way("peer, 32 in flight", there, theirs.unary, 480, 2 * IN_FLIGHT),
                 Way("RouteBatch(16), 2 in flight", here, ours.batch, 960, 2),
                 Way("RouteBatch(16), 1 in flight", here, ours.batch, 480, 1),
@@ -294,7 +304,7 @@ async def _tokens(folder: Path, rounds: int, routers: int) -> dict[str, float]:
     }
 
 
-async def _hashes(folder: Path, rounds: int) -> dict[str, float]:
+async def _hashes(folder: Path, rounds: int, undisturbed: bool) -> dict[str, float]:
     """8P+8D and block hashes: CPU of the batch path."""
     print(f"8P+8D, hashes of {ISL // BLOCK_SIZE} blocks, one of our routers", flush=True)
     async with (
@@ -303,11 +313,13 @@ async def _hashes(folder: Path, rounds: int) -> dict[str, float]:
     ):
         prompts = Hashes()
         ours, theirs = Ours(prompts), Theirs(prompts)
+        here = Bench(our, Grpc, undisturbed=undisturbed)
+        there = Bench(their, Http, undisturbed=undisturbed)
         found = await asyncio.to_thread(
             _play,
             [
-                Way("peer", Bench(their, Http), theirs.unary, 1_920, IN_FLIGHT),
-                Way("RouteBatch(16)", Bench(our, Grpc), ours.batch, 1_920, 2),
+                Way("peer", there, theirs.unary, 1_920, IN_FLIGHT),
+                Way("RouteBatch(16)", here, ours.batch, 1_920, 2),
             ],
             rounds,
         )
@@ -337,8 +349,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="what picking a pair costs, beside the peer")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--routers", type=int, default=ROUTERS, help="of ours, on one Redis")
+    parser.add_argument(
+        "--undisturbed",
+        action="store_true",
+        help="go before everything else while a round lasts (root; on a machine with other work)",
+    )
     told = parser.parse_args()
-    figures = measure_picks(told.rounds, told.routers)
+    figures = measure_picks(told.rounds, told.routers, undisturbed=told.undisturbed)
     print("bench-router " + " ".join(f"{name}={figures[name]:.3g}" for name in RATIOS))
     return 0
 

@@ -12,8 +12,8 @@ import os
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,8 @@ PEER_MODEL, PEER_GROUPS = "demo", ("prefill", "decode")
 READY_S_MAX = 60.0
 POLL_EVERY_S = 0.05
 FLEET = "fleet"
+FIRST = 5  # a real-time priority: any goes before the usual ones
+OTHERS_TURN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -50,6 +52,30 @@ class Side:
     def cpu_s(self) -> float:
         """CPU seconds so far."""
         return sum(t.user + t.system for t in (p.cpu_times() for p in self.processes))
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Meanwhile it and its client go before everything else on the machine (needs root).
+
+        For a machine that does other work, too. Keep it short, and pause after it: the others wait.
+        """
+        threads = [
+            int(entry.name)
+            for process in (psutil.Process(), *self.processes)
+            for entry in Path(f"/proc/{process.pid}/task").iterdir()
+        ]
+        _schedule(threads, os.SCHED_FIFO, FIRST)
+        try:
+            yield
+        finally:
+            _schedule(threads, os.SCHED_OTHER, 0)
+            time.sleep(OTHERS_TURN_S)
+
+
+def _schedule(threads: Sequence[int], policy: int, priority: int) -> None:
+    for thread in threads:
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setscheduler(thread, policy, os.sched_param(priority))
 
 
 @asynccontextmanager
