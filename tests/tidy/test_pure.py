@@ -20,7 +20,20 @@ AGENT = tree.PACKAGES["readyplane_agent"]
 BRAINS = [
     "readyplane/core",
     *(f"{REGISTRY}/{name}" for name in ("catalog", "sources")),
-    *(f"{ROUTER}/{name}" for name in ("gate", "group", "lease", "prefix", "pair")),
+    *(
+        f"{ROUTER}/{name}"
+        for name in (
+            "gate",
+            "group",
+            "lease",
+            "prefix",
+            "pair",
+            "circuit",
+            "cuts",
+            "triage",
+            "rates",
+        )
+    ),
     *(
         f"{PLANNER}/{name}"
         for name in ("signals", "forecast", "capacity", "optimise", "rollout", "guard", "decide")
