@@ -1,18 +1,20 @@
 """What renewals cost: 2,000 workers at 1 Hz, each over a stream of its own.
 
-`python -m bench.renew [--workers N] [--window-s S]`. Prints at the end:
+`python -m bench.renew [--workers N] [--window-s S] [--over-grpc]`. Prints at the end:
 
     bench-renew renew_core_share= redis_core_share= postgres_core_share= renewals_per_s=
 
 renew_core_share: CPU seconds a second of the router process, with real Redis and Postgres and a
 load report in every renewal; redis_core_share, postgres_core_share: of theirs, on our account. No
 request is routed meanwhile. The agents run in a process of their own, which is not counted.
+Sessions are on the lean port; `--over-grpc` measures them on the other one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import tempfile
@@ -21,15 +23,20 @@ from pathlib import Path
 import psutil
 
 from readyplane.kit.clock import SystemClock
+from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.processes import ProcessTable
 from readyplane_lab.up.services import Services
 from readyplane_lab.up.stores import connect_or_embed
 
 AGENTS = "agents"
-READY_S_MAX = 180.0
+READY_S_MAX = 240.0
+LEASE_TTL_S = 30.0
+"""Long, so that a busy machine gets a whole fleet through the gate; renewals come at 1 Hz anyway."""
 
 
-async def _measure(folder: Path, workers: int, window_s: float) -> dict[str, float]:
+async def _measure(
+    folder: Path, workers: int, window_s: float, *, over_grpc: bool
+) -> dict[str, float]:
     for name in ("pg", "redis", "logs", "run"):
         (folder / name).mkdir()
     async with (
@@ -48,19 +55,25 @@ async def _measure(folder: Path, workers: int, window_s: float) -> dict[str, flo
             clock=SystemClock(),
             gave_up=print,
         )
-        router = services.plan("router")
+        lean = free_port()
+        policy = folder / "run" / "router-policy.json"
+        policy.write_text(json.dumps({"lease_ttl_s": LEASE_TTL_S}))
+        flags = ("--pick-port", str(lean), "--policy-file", str(policy))
+        router = services.plan("router", args=flags)
         try:
             await services.start(router)
             log = folder / "logs" / "agents.log"
-            await _agents(table, router.grpc, workers, folder / "run" / "agents.ready", log)
+            sessions = router.grpc if over_grpc else f"127.0.0.1:{lean}"
+            await _agents(table, router.grpc, sessions, workers, log)
             return await _window(table, log, window_s)
         finally:
             await services.close()
 
 
-async def _agents(table: ProcessTable, address: str, workers: int, ready: Path, log: Path) -> None:
-    command = [sys.executable, "-m", "bench.renew_agents", "--router", address]
-    command += ["--workers", str(workers), "--ready-file", str(ready)]
+async def _agents(table: ProcessTable, router: str, sessions: str, workers: int, log: Path) -> None:
+    ready = log.with_suffix(".ready")
+    command = [sys.executable, "-m", "bench.renew_agents", "--router", router]
+    command += ["--sessions", sessions, "--workers", str(workers), "--ready-file", str(ready)]
     await table.spawn(AGENTS, command, {**os.environ}, log)
     async with asyncio.timeout(READY_S_MAX):
         while not ready.exists():
@@ -110,9 +123,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="what renewals cost")
     parser.add_argument("--workers", type=int, default=2_000)
     parser.add_argument("--window-s", type=float, default=20.0)
+    parser.add_argument("--over-grpc", action="store_true", help="sessions over grpc.aio")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        figures = asyncio.run(_measure(Path(folder), given.workers, given.window_s))
+        figures = asyncio.run(
+            _measure(Path(folder), given.workers, given.window_s, over_grpc=given.over_grpc)
+        )
     print("bench-renew " + " ".join(f"{k}={v:.3f}" for k, v in figures.items()))
     return 0
 

@@ -1,6 +1,6 @@
 """Agents for the renewal bench, in a process of their own: lean, so that the router is measured.
 
-`python -m bench.renew_agents --router HOST:PORT --workers N --ready-file FILE`. Each worker passes
+`python -m bench.renew_agents --router HOST:PORT --sessions HOST:PORT --workers N --ready-file FILE`. Each worker passes
 the gate as an attached one, then renews once a second over a stream and a connection of its own,
 with a load report that changes. Prints `renewed N` every second.
 """
@@ -58,6 +58,7 @@ async def join(router: RouterClient, number: int, ranks: tuple[str, ...]) -> tup
         gc.CANARY: answer,
         gc.BASICS: {"eos": True, "max_tokens": True, "structured": gc.NOT_OFFERED},
         gc.KV_POOL: {"kv_total_blocks": BLOCKS, "free_blocks": BLOCKS},
+        gc.KV_HASHES: {"token_ids": [], "block_size": 64, "told": []},
         gc.PROFILE: {"name": PROFILE.name, "digest": PROFILE.digest},
         gc.LEASE: {"epoch": lease.epoch},
         gc.GROUP: {"group_epoch": group_epoch},
@@ -118,8 +119,8 @@ async def keep(address: str, name: str, epoch: int, phase_s: float, renewed: Ren
             await asyncio.sleep(max(0.0, due_s - loop.time()))
 
 
-async def _serve(address: str, workers: int, ready: Path) -> None:
-    router, renewed = RouterClient(address), Renewed()
+async def _serve(address: str, sessions: str, workers: int, ready: Path) -> None:
+    router, renewed = RouterClient(address, timeout_s=60.0), Renewed()
     turn = asyncio.Semaphore(ADMITTING_MAX)
     keeping: list[asyncio.Task[None]] = []
 
@@ -127,7 +128,7 @@ async def _serve(address: str, workers: int, ready: Path) -> None:
         async with turn:
             name, epoch = await join(router, number, STEPS)
         phase_s = number / workers * EVERY_S
-        keeping.append(asyncio.create_task(keep(address, name, epoch, phase_s, renewed)))
+        keeping.append(asyncio.create_task(keep(sessions, name, epoch, phase_s, renewed)))
 
     await asyncio.gather(*(one(number) for number in range(workers)))
     await asyncio.sleep(2 * EVERY_S)
@@ -141,10 +142,11 @@ def main() -> int:
     """Until killed."""
     parser = argparse.ArgumentParser(description="workers that renew")
     parser.add_argument("--router", required=True)
+    parser.add_argument("--sessions", required=True)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--ready-file", type=Path, required=True)
     given = parser.parse_args()
-    asyncio.run(_serve(given.router, given.workers, given.ready_file))
+    asyncio.run(_serve(given.router, given.sessions, given.workers, given.ready_file))
     return 0
 
 

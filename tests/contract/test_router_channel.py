@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from readyplane.kit.redis import connect
+from readyplane.kit.redis import Bounded, connect
 from readyplane_router.channel import Channel
 
 
@@ -81,3 +82,16 @@ async def test_a_server_in_another_life_is_not_called(client: Redis, redis_url: 
     channel.life = (await client.info("server"))["run_id"]
     assert await channel.call("PING") == b"PONG"
     await channel.aclose()
+
+
+async def test_a_busy_process_does_not_take_its_own_lateness_for_silence() -> None:
+    """The answer lies there, unread: a router that is starved has not lost its store."""
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with Bounded(0.1):
+            await asyncio.sleep(5.0)
+    assert time.monotonic() - began_s < 2.0
+    async with Bounded(0.1):  # late itself: as much time again
+        loop = asyncio.get_running_loop()
+        loop.call_soon(time.sleep, 0.3)
+        await asyncio.sleep(0.32)

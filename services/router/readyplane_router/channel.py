@@ -19,6 +19,8 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as NotConnected
 from redis.exceptions import RedisError, ResponseError
 
+from readyplane.kit.redis import Bounded
+
 
 class Channel:
     """Calls over one connection, made like those of `client`'s pool at the first call.
@@ -44,7 +46,7 @@ class Channel:
         """
         line = self._line
         try:
-            async with asyncio.timeout(self._silent_s):
+            async with Bounded(self._silent_s):
                 if line is None or not line.usable:
                     line = await self._open()
                 return await line.call(command)

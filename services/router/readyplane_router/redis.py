@@ -21,7 +21,7 @@ import redis.asyncio
 from redis.exceptions import NoScriptError
 
 from readyplane.core.worker import WorkerState
-from readyplane.kit.redis import facts_of, is_cluster, redis_errors
+from readyplane.kit.redis import Bounded, facts_of, is_cluster, redis_errors
 from readyplane_router import lease
 from readyplane_router.bundle import BUNDLE_OPERATIONS_MAX, Bundles
 from readyplane_router.channel import Channel
@@ -47,6 +47,8 @@ PARTS = ("records", "epochs", "leases", "vitals", "seats", "reservations", "expi
 AMOUNTS = ("s", "b", "w", "t")
 GRANT_TRIES_MAX = 8
 PUT_BACK_MAX = 200
+AT_ONCE_MAX = 32
+"""Calls under way together where a whole fleet is concerned; fewer than there are connections."""
 SNAPSHOT_TTL_S = 3_600
 
 _records = msgspec.json.Decoder(Record)
@@ -178,14 +180,18 @@ class RedisStore:
     async def expire(self) -> list[Change]:
         out = []
         for model in await self._models():
-            for raw in await self._call("expire", model, SWEEP_MAX):
-                worker_id = raw.decode()
-                found = await self.worker(model, worker_id)
-                if found is not None:
-                    gone = _encode(replace(found[0], state=WorkerState.GONE))
-                    await self._call("put", model, worker_id, f"-{found[0].epoch}", gone)
-                out.append(Change(model, worker_id))
+            over = [raw.decode() for raw in await self._call("expire", model, SWEEP_MAX)]
+            for start in range(0, len(over), AT_ONCE_MAX):
+                some = over[start : start + AT_ONCE_MAX]
+                await asyncio.gather(*(self._write_off(model, worker_id) for worker_id in some))
+            out += [Change(model, worker_id) for worker_id in over]
         return out
+
+    async def _write_off(self, model: str, worker_id: str) -> None:
+        found = await self.worker(model, worker_id)
+        if found is not None:
+            gone = _encode(replace(found[0], state=WorkerState.GONE))
+            await self._call("put", model, worker_id, f"-{found[0].epoch}", gone)
 
     async def workers(self) -> list[tuple[Record, Vitals | None]]:
         out: list[tuple[Record, Vitals | None]] = []
@@ -409,12 +415,12 @@ class RedisStore:
         if not self._clustered:
             return await self._channel.call(*command)
         # The client knows the node of the slot, and learns where it has moved.
-        async with asyncio.timeout(self._timeout_s):
+        async with Bounded(self._timeout_s):
             return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
     async def _bounded(self, call: Any) -> Any:
         with redis_errors():
-            async with asyncio.timeout(self._timeout_s):
+            async with Bounded(self._timeout_s):
                 return await call
 
 

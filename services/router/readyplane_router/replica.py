@@ -7,6 +7,7 @@ what is known here, and no epoch goes back. `Membership` adds what workers ask f
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from readyplane_router.told import Told
 
 FOLLOW_RETRY_S = 1.0
 RESYNC_EVERY_TICKS = 10
+REFILLED_AT_ONCE_MAX = 32
 COUNTED = (
     *("granted", "fenced", "expired", "left", "admitted", "refused", "drain_aborts"),
     *("stood_by", "activated", "activations_expired", "flipped"),
@@ -126,26 +128,31 @@ class Replica:
 
         Not a worker whose session has meanwhile moved: its new keeper's word counts.
         """
-        now_s, ttl_s = self._clock.monotonic_s(), self.policy.lease_ttl_s
         known = {record.offer.worker_id: record for record, _ in await self._store.workers()}
-        for member in list(self._members.values()):
-            if not member.mine:
-                continue
-            found = known.get(member.offer.worker_id)
-            moved = found is not None and found.epoch == member.epoch
-            moved = moved and found is not None and found.keeper not in ("", self._incarnation)
-            if moved and found is not None and now_s - member.renewed_s > ttl_s / 2:
-                self._apply(found, None)
-                continue
-            gone = member.state is WorkerState.GONE
-            if gone and (found is None or found.epoch > member.epoch):
-                continue
-            record = member.record(self._incarnation)
-            kept = await self._store.restore(record, ttl_s=ttl_s, vitals=member.vitals())
-            if kept and gone:
-                await self._store.end(record)
-            elif kept:
-                await self._tell_seat(member)
+        mine = [member for member in self._members.values() if member.mine]
+        for start in range(0, len(mine), REFILLED_AT_ONCE_MAX):
+            some = mine[start : start + REFILLED_AT_ONCE_MAX]
+            await asyncio.gather(*(self._refill_one(m, known.get(m.offer.worker_id)) for m in some))
+
+    async def _refill_one(self, member: Member, found: Record | None) -> None:
+        now_s, ttl_s = self._clock.monotonic_s(), self.policy.lease_ttl_s
+        if (
+            found is not None
+            and found.epoch == member.epoch
+            and found.keeper not in ("", self._incarnation)
+            and now_s - member.renewed_s > ttl_s / 2
+        ):
+            self._apply(found, None)
+            return
+        gone = member.state is WorkerState.GONE
+        if gone and (found is None or found.epoch > member.epoch):
+            return
+        record = member.record(self._incarnation)
+        kept = await self._store.restore(record, ttl_s=ttl_s, vitals=member.vitals())
+        if kept and gone:
+            await self._store.end(record)
+        elif kept:
+            await self._tell_seat(member)
 
     async def _flush(self) -> None:
         """Tell the store, in one batch, who has renewed."""
@@ -201,7 +208,8 @@ class Replica:
         while True:
             try:
                 async for change in self._store.watch():
-                    await self._look_up(change)
+                    if self._link.routers > 1:  # else it is an echo of what was done here
+                        await self._look_up(change)
             except Unavailable as error:
                 self._link.failed(error)
             await self._clock.sleep(FOLLOW_RETRY_S)
