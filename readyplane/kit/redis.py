@@ -159,10 +159,15 @@ class Bounded:
         await self._timeout.__aenter__()
         self._wait()
 
-    async def __aexit__(self, *error: object) -> bool | None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
         """Raises TimeoutError where it has run out."""
         self._timer.cancel()
-        return await self._timeout.__aexit__(*error)
+        return await self._timeout.__aexit__(kind, error, trace)
 
     def _wait(self) -> None:
         self._due_s = self._loop.time() + self._seconds
