@@ -25,6 +25,7 @@ from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import Role
 from readyplane_agent.engines import vllm_events
 from readyplane_agent.engines.kv_translate import HashTranslator, read_batch
+from readyplane_agent.engines.openai import OpenAiEngine, read_metrics
 from readyplane_agent.engines.vllm_events import KvEventReader
 from readyplane_agent.kv_events import KvForwarder
 from readyplane_router.gate import Admit, Refuse, judge
@@ -95,6 +96,28 @@ def test_b92_a_worker_that_went_and_came_back_without_an_event_has_nothing() -> 
         assert list(found.matched([1, 2], now_s=0.0).values()) == [1]
 
     on_virtual_time(main)
+
+
+SLEEPS = b"""vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0
+vllm:engine_sleep_state{engine="0",sleep_state="weights_offloaded"} 1.0
+vllm:engine_sleep_state{engine="0",sleep_state="discard_all"} 0.0
+"""
+
+
+async def test_b92_an_engine_that_sleeps_says_nothing_and_is_purged(engine: Replays) -> None:
+    client = OpenAiEngine("http://127.0.0.1:1", model="m")
+    awake = SLEEPS.replace(b'awake"} 0', b'awake"} 1')
+    engine.frames = [[b"", (0).to_bytes(8, "big"), one_block(0)], END]
+    events = engine.reader(slept=client.slept).follow()
+    async with asyncio.timeout(5):
+        assert (await anext(events)).events[0].block_hashes == (ours(0),)
+        for metrics, sleeps in ((awake, False), (SLEEPS, True)):
+            await client.load(read_metrics(metrics))
+            assert client.slept.is_set() is sleeps
+        assert (await anext(events)).events == (CLEARED,)
+    await client.load(read_metrics(SLEEPS))
+    assert not client.slept.is_set(), "once"
+    await events.aclose()  # type: ignore[attr-defined]
 
 
 def test_b93_a_gap_credits_nothing_asks_for_a_replay_and_is_counted() -> None:
@@ -245,9 +268,9 @@ class Replays:
             for frames in self.frames:
                 await self.replay.send_multipart([client, *frames])
 
-    def reader(self) -> KvEventReader:
+    def reader(self, slept: asyncio.Event | None = None) -> KvEventReader:
         live, replay = (f"tcp://127.0.0.1:{port}" for port in self.ports)
-        return KvEventReader(live, replay, topic="kv@pod-1@m")
+        return KvEventReader(live, replay, topic="kv@pod-1@m", slept=slept)
 
     async def send(self, number: int, data: bytes) -> None:
         await self.live.send_multipart([b"kv@pod-1@m", number.to_bytes(8, "big"), data])

@@ -6,6 +6,7 @@ and `probes` asks a peer's engine with it. Names of metrics are vLLM's (field re
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from readyplane.core.worker import LoadReport
 from readyplane_agent.engines.exchange import exchange, refused
 from readyplane_agent.engines.port import GenerateResult
 
+SLEEP_STATE = "vllm:engine_sleep_state"
 KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 
 
@@ -22,10 +24,15 @@ class OpenAiEngine:
 
     Args:
         url: base URL. model: name to ask for. token: bearer token, empty for none.
+
+    Attributes:
+        slept: set when its metrics say that it has gone to sleep; whoever acts on it clears it.
     """
 
     def __init__(self, url: str, *, model: str, token: str = "") -> None:
         self.url, self.model, self._token = url.rstrip("/"), model, token
+        self.slept = asyncio.Event()
+        self._asleep = False
 
     async def get(self, target: str, *, timeout_s: float = 10.0) -> bytes:
         """The body of a good answer. Raises Unavailable, Unsupported, InvalidField."""
@@ -118,6 +125,10 @@ class OpenAiEngine:
         m = read_metrics(await self.get("/metrics")) if metrics is None else metrics
         total = _whole(m.get("vllm:cache_config_info.num_gpu_blocks"))
         usage = next((m[n] for n in KV_USAGE if n in m), None)
+        asleep = m.get(f"{SLEEP_STATE}.awake") == 0.0
+        if asleep and not self._asleep:
+            self.slept.set()
+        self._asleep = asleep
         used = None if total is None or usage is None else round(usage * total)
         return LoadReport(
             running=_whole(m.get("vllm:num_requests_running")),
@@ -135,6 +146,8 @@ class OpenAiEngine:
 def read_metrics(text: bytes) -> dict[str, float]:
     """Samples of Prometheus text, summed over labels; labels of `…_info` become `name.label`.
 
+    States of sleep are told apart: `vllm:engine_sleep_state.awake`.
+
     A number in an info label becomes its value (`vllm:cache_config_info.num_gpu_blocks`).
     """
     found: dict[str, float] = {}
@@ -145,6 +158,8 @@ def read_metrics(text: bytes) -> dict[str, float]:
         if value is None:
             continue
         found[name] = found.get(name, 0.0) + value
+        if name == SLEEP_STATE:
+            found[f"{name}.{labels.get('sleep_state', '')}"] = value
         if name.endswith("_info"):
             for key, shown in labels.items():
                 number = _number(shown)

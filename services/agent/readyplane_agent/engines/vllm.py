@@ -153,7 +153,7 @@ class VllmEngine(AttachedEngine):
 
     async def kv_events(self) -> AsyncIterator[KvEventBatch]:
         """Its prefix-cache events in our hash scheme."""
-        async for batch in KvEventReader(*self._events).follow():
+        async for batch in KvEventReader(*self._events, slept=self._client.slept).follow():
             yield batch
 
     async def stop(self, *, grace_s: float = 5.0) -> None:

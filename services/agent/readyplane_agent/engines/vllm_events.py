@@ -6,6 +6,7 @@ be missing is said as a clearing, so that nobody believes in blocks that may be 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from readyplane_agent.engines.kv_translate import HashTranslator, read_batch
 
 REPLAY_LIMIT_S = 5.0
 QUEUE_BATCHES_MAX = 100_000
+LOOK_EVERY_MS = 500
 HELD_BLOCKS_MAX = 4_000_000
 
 
@@ -25,6 +27,8 @@ class KvEventReader:
         topic: prefix to subscribe to, which replayed messages that name one must have, too (B98).
         on_loss: called with the reason when events were lost.
         block_size: of the worker; blocks of another size are left out. 0: any.
+        slept: set by whoever sees that the engine has gone to sleep. Its cache is empty then, and it
+            may never say so (B92).
     """
 
     def __init__(
@@ -35,9 +39,11 @@ class KvEventReader:
         topic: str = "",
         on_loss: Callable[[str], None] | None = None,
         block_size: int = 0,
+        slept: asyncio.Event | None = None,
     ) -> None:
         self._endpoint, self._replay_endpoint, self._topic = endpoint, replay_endpoint, topic
         self._on_loss = on_loss
+        self._slept = slept
         self._translator = HashTranslator(block_size)
         self._next: int | None = None  # sequence that the engine sends next
         self._live: tuple[int, int] | None = None  # the last live message: sequence, hash of it
@@ -63,6 +69,11 @@ class KvEventReader:
             for batch in await self._catch_up(context, 0):
                 yield batch
             while True:
+                if self._slept is not None and self._slept.is_set():
+                    self._slept.clear()
+                    yield self._lost("the engine sleeps")
+                if not await live.poll(LOOK_EVERY_MS):
+                    continue
                 for batch in await self._heard(context, await live.recv_multipart()):
                     yield batch
         finally:
@@ -99,8 +110,6 @@ class KvEventReader:
 
     async def _catch_up(self, context: Any, first: int) -> list[KvEventBatch]:
         """Ask for everything from `first` on; what came, in order, a loss in front if need be."""
-        import asyncio
-
         import zmq
 
         if not self._replay_endpoint:
