@@ -32,6 +32,11 @@ class Talk(Protocol):
     def send(self, *parts: bytes) -> None:
         """Begin a call."""
 
+    unsent: memoryview
+
+    def flush(self) -> None:
+        """Send on what did not fit."""
+
     def ready(self) -> bytes | None:
         """Read what is there; the answer once it is complete."""
 
@@ -50,7 +55,7 @@ class _Wire:
         self.socket = socket.create_connection((host, int(port)))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setblocking(False)
-        self.unsent = b""
+        self.unsent = memoryview(b"")
         self.begun = b""
 
     def fileno(self) -> int:
@@ -60,15 +65,17 @@ class _Wire:
         self.socket.close()
 
     def write(self, data: bytes) -> None:
-        data = self.unsent + data if self.unsent else data
+        """Send what fits; the rest when there is room."""
+        self.unsent = memoryview(bytes(self.unsent) + data) if self.unsent else memoryview(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send on."""
         try:
-            sent = self.socket.send(data)
+            while self.unsent:
+                self.unsent = self.unsent[self.socket.send(self.unsent) :]
         except BlockingIOError:
-            sent = 0
-        self.unsent = data[sent:]
-        while self.unsent:  # the other side is reading: it is not waited for long
-            select.select((), (self.socket,), (), WAIT_S_MAX)
-            self.unsent = self.unsent[self.socket.send(self.unsent) :]
+            pass
 
     def read(self) -> bytes:
         try:
@@ -122,7 +129,7 @@ class Grpc(_Wire):
         self._window = INITIAL_WINDOW
         self._stream_window = self._initial = INITIAL_WINDOW
         self._frame = 16_384
-        self._pending = b""
+        self._pending = memoryview(b"")
         self._known: list[tuple[bytes, bytes]] = []
         self._answer = b""
         self._address = address.encode()
@@ -139,7 +146,7 @@ class Grpc(_Wire):
         self._stream += 2
         self._stream_window, self._answer = self._initial, b""
         size = sum(map(len, message))
-        self._pending = b"".join((b"\0", struct.pack("!I", size), *message))
+        self._pending = memoryview(b"".join((b"\0", struct.pack("!I", size), *message)))
         head = _frame(HEADERS, END_HEADERS, self._stream, self._headers(path))
         self._flow(head)
 
@@ -163,7 +170,7 @@ class Grpc(_Wire):
 
     def _flow(self, out: bytes = b"") -> None:
         """Send as much of the message as both windows let through."""
-        parts = [out]
+        parts: list[bytes | memoryview] = [out]
         while self._pending:
             size = min(len(self._pending), self._frame, self._window, self._stream_window)
             if size <= 0:
@@ -171,7 +178,8 @@ class Grpc(_Wire):
             piece, self._pending = self._pending[:size], self._pending[size:]
             self._window -= size
             self._stream_window -= size
-            parts.append(_frame(DATA, 0 if self._pending else END_STREAM, self._stream, piece))
+            parts.append(_head(DATA, 0 if self._pending else END_STREAM, self._stream, size))
+            parts.append(piece)
         data = b"".join(parts)
         if data:
             self.write(data)
@@ -232,24 +240,34 @@ def drive(lanes: Sequence[tuple[Talk, Lane]]) -> float:
     """Run lanes to their end over their connections; seconds from the first byte to the last."""
     poll = select.epoll()
     going: dict[int, tuple[Talk, Lane]] = {}
+    sending: set[int] = set()
     try:
         for talk, lane in lanes:
             poll.register(talk.fileno(), select.EPOLLIN)
             going[talk.fileno()] = (talk, lane)
         began_s = time.perf_counter()
-        for talk, lane in list(going.values()):
+        for number, (talk, lane) in list(going.items()):
             _step(talk, lane, None, going)
+            if talk.unsent:
+                poll.modify(number, select.EPOLLIN | select.EPOLLOUT)
+                sending.add(number)
         while going:
             found = poll.poll(WAIT_S_MAX)
             if not found:
                 raise TimeoutError(f"no answer within {WAIT_S_MAX} s")
-            for number, _ in found:
+            for number, what in found:
                 if number not in going:
                     continue
                 talk, lane = going[number]
-                answer = talk.ready()
+                if what & select.EPOLLOUT:
+                    talk.flush()
+                answer = talk.ready() if what & ~select.EPOLLOUT else None
                 if answer is not None:
                     _step(talk, lane, answer, going)
+                if bool(talk.unsent) != (number in sending):
+                    more = select.EPOLLOUT if talk.unsent else 0
+                    poll.modify(number, select.EPOLLIN | more)
+                    sending ^= {number}
         return time.perf_counter() - began_s
     finally:
         poll.close()
@@ -267,5 +285,8 @@ def _step(
 
 
 def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
-    head = len(body).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
-    return head + body
+    return _head(kind, flags, stream, len(body)) + body
+
+
+def _head(kind: int, flags: int, stream: int, size: int) -> bytes:
+    return size.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")

@@ -586,12 +586,15 @@ def _message(parts: list[bytes]) -> bytes:
     Raises:
         Unsupported: it is compressed. InvalidField: it is not one message.
     """
-    body = b"".join(parts)
-    if len(body) < _PREFIX.size:
-        raise InvalidField("message", len(body), "send one message a call")
-    compressed, size = _PREFIX.unpack_from(body)
+    if len(parts) > 1 and len(parts[0]) < _PREFIX.size:
+        parts = [b"".join(parts)]
+    first = parts[0] if parts else b""
+    if len(first) < _PREFIX.size:
+        raise InvalidField("message", len(first), "send one message a call")
+    compressed, size = _PREFIX.unpack_from(first)
     if compressed:
         raise Unsupported("a compressed message", "send it as it is")
-    if size != len(body) - _PREFIX.size:
+    body = b"".join((first[_PREFIX.size :], *parts[1:]))  # put together once: it may be large
+    if size != len(body):
         raise InvalidField("message", size, "send one message a call, and all of it")
-    return body[_PREFIX.size :]
+    return body
