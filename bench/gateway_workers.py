@@ -88,7 +88,10 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:  # somebody asks what else is spoken here
+            self._transport.close()
 
     def on_message_begin(self) -> None:
         self._url, self._body = b"", []

@@ -36,8 +36,8 @@ _CHAT_FIELDS = (
 )
 
 
-class _Answer(msgspec.Struct):
-    tokens: list[int]
+class _Answer(msgspec.Struct, gc=False):
+    tokens: tuple[int, ...]
 
 
 _decoder = msgspec.json.Decoder(_Answer)
@@ -151,7 +151,7 @@ class Tokens:
             raise ClientFault(failure_of_engine(status, answer))
         if status != 200:
             raise msgspec.DecodeError(f"HTTP {status}")
-        return tuple(_decoder.decode(answer).tokens)
+        return _decoder.decode(answer).tokens
 
     def _remember(self, key: tuple[str, str, bytes], tokens: tuple[int, ...]) -> None:
         size = len(key[2]) + len(tokens)
