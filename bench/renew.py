@@ -30,8 +30,8 @@ from readyplane_lab.up.stores import connect_or_embed
 
 AGENTS = "agents"
 READY_S_MAX = 240.0
-LEASE_TTL_S = 30.0
-"""Long, so that a busy machine gets a whole fleet through the gate; renewals come at 1 Hz anyway."""
+LEASE_TTL_S = 600.0
+"""Long, so that a whole fleet gets through the gate first; renewals come at 1 Hz all the same."""
 
 
 async def _measure(

@@ -29,6 +29,7 @@ BLOCKS = 10_000
 DIGEST = "sha256:" + "0" * 64
 ADMITTING_MAX = 16
 EVERY_S = 1.0
+SPREAD_S = 10.0
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 
 
@@ -122,16 +123,19 @@ async def keep(address: str, name: str, epoch: int, phase_s: float, renewed: Ren
 async def _serve(address: str, sessions: str, workers: int, ready: Path) -> None:
     router, renewed = RouterClient(address, timeout_s=60.0), Renewed()
     turn = asyncio.Semaphore(ADMITTING_MAX)
-    keeping: list[asyncio.Task[None]] = []
+    joined: list[tuple[str, int]] = []
 
     async def one(number: int) -> None:
         async with turn:
-            name, epoch = await join(router, number, STEPS)
-        phase_s = number / workers * EVERY_S
-        keeping.append(asyncio.create_task(keep(sessions, name, epoch, phase_s, renewed)))
+            joined.append(await join(router, number, STEPS))
 
     await asyncio.gather(*(one(number) for number in range(workers)))
-    await asyncio.sleep(2 * EVERY_S)
+    keeping = [
+        asyncio.create_task(keep(sessions, *worker, n / workers * SPREAD_S, renewed))
+        for n, worker in enumerate(joined)
+    ]
+    while renewed.count < 2 * workers and not any(task.done() for task in keeping):
+        await asyncio.sleep(EVERY_S)
     ready.write_text("ready")
     while True:
         print(f"renewed {renewed.count} failed {renewed.failed}", flush=True)

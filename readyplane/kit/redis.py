@@ -164,10 +164,10 @@ class Bounded:
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> bool | None:
+    ) -> None:
         """Raises TimeoutError where it has run out."""
         self._timer.cancel()
-        return await self._timeout.__aexit__(kind, error, trace)
+        await self._timeout.__aexit__(kind, error, trace)
 
     def _wait(self) -> None:
         self._due_s = self._loop.time() + self._seconds
