@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import re
-import sys
 from typing import Any
 
 import httptools

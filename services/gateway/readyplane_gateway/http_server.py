@@ -253,9 +253,6 @@ class HttpConnection(asyncio.Protocol):
         if self._late is None and self._reading is not None and not self._reading.method:
             self._late = self._loop.call_later(HEAD_S_MAX, self._head_is_late)
 
-    def eof_received(self) -> None:
-        """A client that ends its half wants no answer either."""
-
     def pause_writing(self) -> None:
         if self.paused is None:
             self.paused = self._loop.create_future()
