@@ -1,14 +1,16 @@
 """The prefix index against a plain model of it, and the field reports on KV events."""
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from readyplane.core.kv import CPU, DISK, GPU, KvEvent
 from readyplane_router.prefix import Limits, PrefixIndex
+from readyplane_router.prefix.chains import CHAIN_BLOCKS_MAX, PARTLY_MAX
 from readyplane_router.prefix.tiers import TierLoad, worth
 
 STORED, REMOVED, CLEARED = "stored", "removed", "cleared"
@@ -455,3 +457,41 @@ def test_a_prefix_is_worth_its_tokens_less_their_load(
         pieces, LOADS, kv_bytes_per_token=100_000, prefill_s=lambda tokens, _before: tokens / 1000
     )
     assert found == good
+
+
+@given(st.lists(st.integers(1, 60), min_size=10, max_size=20), st.randoms(use_true_random=False))
+@settings(max_examples=30)
+def test_many_workers_have_parts_of_one_prompt(depths: list[int], rng: random.Random) -> None:
+    """A chain is cut where it would be asked of too many parts."""
+    names = [f"w{i}" for i in range(len(depths))]
+    of = index(*names)
+    prompt = list(range(60))
+    tell(of, names[0], 0, [(STORED, prompt)], now_s=0.0)
+    for name, depth in zip(names[1:], depths[1:], strict=True):
+        step, parent = rng.randint(1, 20), None
+        for number, start in enumerate(range(0, depth, step)):
+            part = prompt[start : min(depth, start + step)]
+            tell(of, name, number, [(STORED, part)], now_s=0.0, parent=parent)
+            parent = part[-1]
+            check(of)
+    most = max(len(chain.part or ()) for chain in of._chains.where.values())
+    assert most <= PARTLY_MAX + 1
+    want = {names[0]: 60, **dict(zip(names[1:], depths[1:], strict=True))}
+    assert matched(of, *prompt) == want
+    assert matched(of, *prompt[:30], 777) == {name: min(30, d) for name, d in want.items()}
+    check(of)
+
+
+def test_a_prompt_longer_than_a_chain() -> None:
+    of = index("a", "b", blocks_max=5_000)
+    prompt = list(range(2_000))
+    tell(of, "a", 0, [(STORED, prompt)], now_s=0.0)
+    of.guess("b", prompt[:1_500], now_s=0.0)
+    check(of)
+    assert max(chain.size for chain in of._chains.where.values()) <= CHAIN_BLOCKS_MAX
+    assert matched(of, *prompt) == {"a": 2_000, "b": 1_500}
+    tell(of, "a", 1, [(REMOVED, prompt[:599:-1])], now_s=0.0)
+    check(of)
+    assert matched(of, *prompt) == {"a": 600, "b": 1_500}
+    assert matched(of, *prompt, now_s=2.0) == {"a": 600}
+    assert len(of) == 600
