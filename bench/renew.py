@@ -3,6 +3,7 @@
 `python -m bench.renew [--workers N] [--window-s S] [--over-grpc]`. Prints at the end:
 
     bench-renew renew_core_share= redis_core_share= postgres_core_share= renewals_per_s=
+                us_per_renewal=
 
 renew_core_share: CPU seconds a second of the router process, with real Redis and Postgres and a
 load report in every renewal; redis_core_share, postgres_core_share: of theirs, on our account. No
@@ -98,11 +99,13 @@ async def _window(table: ProcessTable, log: Path, window_s: float) -> dict[str, 
     await asyncio.sleep(window_s)
     took_s = clock.monotonic_s() - began_s
     share = {name: (_cpu_s(found) - before[name]) / took_s for name, found in groups.items()}
+    rate = (_renewed(log) - count) / took_s
     return {
         "renew_core_share": share["router"],
         "redis_core_share": share["redis"],
         "postgres_core_share": share["postgres"],
-        "renewals_per_s": (_renewed(log) - count) / took_s,
+        "renewals_per_s": rate,
+        "us_per_renewal": 1e6 * share["router"] / rate,
     }
 
 

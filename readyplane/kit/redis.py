@@ -21,6 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
 from readyplane.core.errors import InvalidField, Refused, Unavailable
+from readyplane.kit.clock import Clock, SystemClock
 from readyplane.kit.telemetry import mask_url
 
 CONNECT_TIMEOUT_S = 2.0
@@ -147,10 +148,11 @@ class Bounded:
     so, and `EXTENDED_MAX` times at most, there is as much time again.
     """
 
-    __slots__ = ("_due_s", "_extended", "_loop", "_seconds", "_timeout", "_timer")
+    __slots__ = ("_clock", "_due_s", "_extended", "_loop", "_seconds", "_timeout", "_timer")
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, clock: Clock | None = None) -> None:
         self._seconds, self._extended = seconds, 0
+        self._clock = clock or SystemClock()
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
 
@@ -170,16 +172,16 @@ class Bounded:
         await self._timeout.__aexit__(kind, error, trace)
 
     def _wait(self) -> None:
-        self._due_s = self._loop.time() + self._seconds
-        self._timer = self._loop.call_at(self._due_s, self._over)
+        self._due_s = self._clock.monotonic_s() + self._seconds
+        self._timer = self._loop.call_later(self._seconds, self._over)
 
     def _over(self) -> None:
-        late_s = self._loop.time() - self._due_s
+        late_s = self._clock.monotonic_s() - self._due_s
         if late_s > LATE_S and self._extended < EXTENDED_MAX:
             self._extended += 1
             self._wait()
         else:
-            self._timeout.reschedule(self._loop.time())
+            self._timeout.reschedule(0.0)  # now
 
 
 @contextlib.contextmanager
