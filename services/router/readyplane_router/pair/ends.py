@@ -124,7 +124,8 @@ def decode_ends(
     urgency, avoid, cached_of = urgency_of(ask, policy), ask.avoid, ask.cached_tokens
     own, slow = policy.decode_weight * expected, policy.slowdown_weight
     times = None  # of the last seat: those of one class follow each other
-    a = b = c = alone_s = each_s = unmoved = 0.0
+    a = b = c = alone_s = each_s = unmoved = cost = 0.0
+    alike: tuple[int, float, float] | None = None  # of the last seat, if such seats cost as much
     for seat in seats:
         if seat.shut or longest > seat.max_model_len or (avoid and seat.worker_id in avoid):
             continue
@@ -141,19 +142,26 @@ def decode_ends(
             alone_s = 1.5 * (a + b + c * context)
             each_s = slow * (b + c * context)
             unmoved = float(isl * times.kv_bytes_per_token)
+            alike = None
         held = seat.kv_tokens + foreign * size
-        base_s = a + b * (others + 1)
-        tpot_s = base_s + c * (held + context)
-        first_s = base_s + c * (held + isl)
-        slowed_s = each_s * others * expected
         slower = seat.decode_factor
-        if slower != 1.0:
-            tpot_s, first_s, slowed_s = tpot_s * slower, first_s * slower, slowed_s * slower
-        if others and tpot_s > bound_s and tpot_s > alone_s * slower:
+        state = (others, held, slower)
+        if state != alike or seat.works:
+            alike = None if seat.works else state
+            base_s = a + b * (others + 1)
+            tpot_s = base_s + c * (held + context)
+            first_s = base_s + c * (held + isl)
+            slowed_s = each_s * others * expected
+            if slower != 1.0:
+                tpot_s, first_s, slowed_s = tpot_s * slower, first_s * slower, slowed_s * slower
+            if others and tpot_s > bound_s and tpot_s > alone_s * slower:
+                cost = -1.0
+                continue
+            if seat.works:  # its next prefill chunk comes first
+                first_s += min(seat.work_s, times.prefill_s(times.max_batch_tokens))
+            cost = urgency * first_s + own * tpot_s + slowed_s
+        elif cost < 0.0:  # too slow, as the seat before it
             continue
-        if seat.works:  # its next prefill chunk comes first
-            first_s += min(seat.work_s, times.prefill_s(times.max_batch_tokens))
-        cost = urgency * first_s + own * tpot_s + slowed_s
         cached = cached_of.get(seat.key, 0) if cached_of else 0
         moved = float(max(0, isl - cached) * times.kv_bytes_per_token) if cached else unmoved
         out.append((cost, seat.last_used, seat, moved))
