@@ -75,6 +75,9 @@ async def serve(settings: RouterSettings) -> None:
             on_followed=starts.followed,
         )
         await started(service)
+        # What was loaded to start lives as long as the process: no collection need look at it.
+        gc.collect()
+        gc.freeze()
         metrics.register(RouterCollector(service))
         server = ServiceServer("router", settings)
         server.add_grpc(lambda s: rpc.register(s, service, clock), rpc.FULL_NAME)
