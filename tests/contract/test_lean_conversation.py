@@ -110,9 +110,13 @@ async def test_an_error_ends_it_with_its_status(first: bool) -> None:
 
 async def test_the_token_is_wanted_here_too() -> None:
     async with talking("right", "wrong") as (world, stream):
-        with pytest.raises(grpc.aio.AioRpcError) as found:
-            await stream.write(pb.SessionRequest(number=1))  # may hear of it already
+
+        async def said_and_heard() -> None:  # the refusal may be heard while writing
+            await stream.write(pb.SessionRequest(number=1))
             await stream.read()
+
+        with pytest.raises(grpc.aio.AioRpcError) as found:
+            await said_and_heard()
         assert isinstance(wire.error_from_rpc(found.value), Unauthenticated)
         assert world.seen == []
 

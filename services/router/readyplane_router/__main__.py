@@ -5,6 +5,7 @@ Owns the wiring of stores, use-cases and ports; everything it wires is tested wi
 
 from __future__ import annotations
 
+import gc
 import secrets
 import sys
 from functools import partial
