@@ -80,7 +80,7 @@ TEXTS: dict[str, str] = {
     "forecast_quantile": "share of the coming horizons whose largest demand shall stay below the forecast's bound",
     "headroom": "share added to demand before workers are counted",
     "forecast.window_s": "look-back of a rate; null for 10 s, or the shorter of the cooldowns",
-    "forecast.warmup_s": "forecasts are not scored before that",
+    "forecast.warmup_s": "until then nothing shrinks and no forecast is scored",
     "forecast.prior_margin": "bound over expectation, as a share at a horizon of 60 s, until forecasts were scored",
     "forecast.aci_step": "how fast misses correct the bound",
     "forecast.season.mode": "`prewarm`: a rise that came at this time on the days before raises a target early; `off`: nothing rests on the time of day",

@@ -116,7 +116,7 @@ class ForecastPolicy(_Strict):
     """
 
     window_s: Positive | None = None
-    warmup_s: Seconds = 300.0
+    warmup_s: Seconds = 600.0
     prior_margin: Share = 0.3
     aci_step: float = Field(default=0.02, ge=0.0, le=0.1)
     season: SeasonPolicy = SeasonPolicy()

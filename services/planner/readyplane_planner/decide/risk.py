@@ -19,8 +19,9 @@ GAPS_MAX, GAP_S_MAX = 4.0, 900.0
 BUDGET_TAU_S = 3600.0
 BUDGET_PRIOR_S, REQUESTS_FEW = 600.0, 50.0
 """So much of the present traffic is pretended to have missed as often as it may."""
-RISK_GAIN, RISK_RANGE = 3.0, (0.5, 4.0)
-"""How risk answers to a budget that is spent (1) or not touched (0), and by what factor at most."""
+RISK_GAIN, RISK_RANGE = 3.0, (0.1, 4.0)
+"""How risk answers to a budget that is spent (1) or not touched (0), and by what factor at most: much
+further down than up, since whoever breaks the promise has no reason to save."""
 
 
 def uneven(before: Unevenness, observation: Observation, series: Series, each: float) -> Unevenness:

@@ -39,7 +39,7 @@ class Knobs:
 
     quantile: float = 0.9
     window_s: float = 10.0
-    warmup_s: float = 300.0
+    warmup_s: float = 600.0
     prior_margin: float = 0.3
     aci_step: float = 0.02
 
