@@ -48,6 +48,10 @@ def test_a_move_leaves_one_reservation_and_counts_one_request(shared: bool) -> N
         moved = await router.move(
             shape("r"), reservation_id=pair.reservation_id, worker_id=source, emitted=8
         )
+        again = await router.move(
+            shape("r"), reservation_id=pair.reservation_id, worker_id=source, emitted=9
+        )
+        assert again == moved  # as when the first answer was lost
         assert moved.decode.worker_id == other
         assert moved.local
         assert moved.reservation_id != pair.reservation_id

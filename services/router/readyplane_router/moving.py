@@ -66,6 +66,9 @@ class Moving:
             raise NotFound("worker", worker_id, "list the workers")
         fits = {s.key for s in desk.decodes if s is not source and s.kv_key == source.kv_key}
         new_id = reservation_id_of(shape.request_id, reservation_id)
+        had = desk.held.get(new_id)
+        if had is not None and had.pair is not None:
+            return had.pair  # the answer to the same call was lost
         left = None if shape.max_tokens is None else max(1, shape.max_tokens - emitted)
         whole = replace(
             shape, isl=shape.isl + emitted, token_ids=b"", block_hashes=(), max_tokens=left
