@@ -16,6 +16,7 @@ import heapq
 from dataclasses import dataclass, field
 
 CHAIN_BLOCKS_MAX = 512
+MASKS_MAX = 8_192
 PARTLY_MAX = 8
 """Holders that have a part of a chain, before it is cut there: each costs a step of every lookup."""
 
@@ -82,6 +83,7 @@ class Chains:
         self.by_bit: dict[int, Holder] = {}
         self.due: list[tuple[float, int, Holder, Chain]] = []
         self._pushed = 0
+        self._masks: dict[int, int] = {}
 
     # ------------------------------------------------------------------------ finding
 
@@ -316,21 +318,23 @@ class Chains:
         if not chain.full:
             self._trim(chain)
 
-    @staticmethod
-    def _note(holder: Holder, chain: Chain) -> None:
+    def _note(self, holder: Holder, chain: Chain) -> None:
         count, bit, part = holder.held.get(chain, 0), holder.bit, chain.part
         if holder.guesses:
             count = holder.has(chain)
-        if count >= chain.size:
-            chain.full |= bit
-        else:
-            chain.full &= ~bit
-            if count:
-                if part is None:
-                    part = chain.part = {}
-                part[bit] = count
-                return
-        if part is not None and bit in part:
+        whole = count >= chain.size
+        full = chain.full | bit if whole else chain.full & ~bit
+        if full != chain.full:
+            # Chains of one prompt have the same holders: one number for them all is at hand in the
+            # processor when it is looked at again.
+            if len(self._masks) >= MASKS_MAX:
+                self._masks.clear()
+            chain.full = self._masks.setdefault(full, full)
+        if count and not whole:
+            if part is None:
+                part = chain.part = {}
+            part[bit] = count
+        elif part is not None and bit in part:
             del part[bit]
             if not part:
                 chain.part = None
