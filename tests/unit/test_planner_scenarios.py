@@ -62,11 +62,11 @@ async def test_burst_then_silence_returns_to_the_minimum() -> None:
     run = await planner(world(rps=lambda t: 7.0 if 20 <= t < 80 else 0.0))
     await run.step(80)
     assert run.desired[-1][1] >= 4
-    await run.step(310)
+    await run.step(400)
     assert run.desired[-1][1:] == (1, 1)
     assert "idle" in run.codes()
     assert len(run.world.members(Role.PREFILL, WorkerState.READY)) == 1
-    downs = [p for p, _ in run.between(80, 390)]
+    downs = [p for p, _ in run.between(80, 480)]
     assert all(b <= a for a, b in pairwise(downs)), "only downwards"
 
 
