@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+import uvloop
 
 from readyplane import wire
 from readyplane.client.channel import OPTIONS
@@ -251,3 +252,24 @@ async def test_who_only_begins_calls_to_reset_them_is_closed(
     )
     async with serving() as (world, _), talking(world) as say:
         assert goaway(await say(PREFACE + frame(SETTINGS, 0, 0, b"") + data)) == 11
+
+
+def test_it_runs_on_uvloop_too() -> None:
+    """Its transports are asyncio's by behaviour, not by class."""
+
+    async def greeted() -> bytes:
+        listening = socket.create_server(("127.0.0.1", 0))
+        listening.setblocking(False)
+        running = asyncio.create_task(LeanServer({}, TokenCheck()).run(listening))
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(6, 0, 0, b"12345678"))
+        heard = b""
+        while b"12345678" not in heard:  # the ping comes back
+            heard += await asyncio.wait_for(reader.read(1_000), 5.0)
+        writer.close()
+        running.cancel()
+        await asyncio.wait([running])
+        return heard
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(greeted())[3] == SETTINGS
