@@ -90,7 +90,8 @@ def test_a_request_without_an_answer_is_infinite_and_ratios_are_to_the_best_of_o
         "quick": Played((2.0, 4.0), (0.4, 0.4), 0.0, 1.0),
         "smooth": Played((9.0, math.inf), (0.05, 0.05), 0.0, 0.0),
     }
-    assert report("x", [played]) == (pytest.approx(1.0 / 2.0), pytest.approx(0.1 / 0.05))
+    ttft_ratio, tpot_ratio = report("x", [played])
+    assert (ttft_ratio, tpot_ratio) == pytest.approx((1.0 / 2.0, 0.1 / 0.05))
     assert "smooth" in capsys.readouterr().out
 
 

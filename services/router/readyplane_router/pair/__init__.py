@@ -23,6 +23,7 @@ mutable value that the service owns; nothing is written here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from readyplane_router.pair.argmin import TIE_S, Pair, cheapest
 from readyplane_router.pair.cost import pair_terms
@@ -71,6 +72,9 @@ __all__ = [
 ]
 
 
+_COST = itemgetter(0)
+
+
 def decide(
     ask: Ask,
     prefills: Sequence[Seat],
@@ -112,7 +116,7 @@ def _hold(
     if ask.held_s >= policy.locality_patience_s or ask.regime_s >= policy.wait_max_s:
         return None
     below = best[0] - policy.locality_margin_s
-    if min(b[0] for b in busy) + min(e[0] for e in ends) > below + TIE_S:
+    if min(map(_COST, busy)) + min(map(_COST, ends)) > below + TIE_S:
         return None
     wished = cheapest(ask, busy, ends, policy, alone={}, below=below)
     if wished is None or wished[0] + policy.locality_margin_s >= best[0]:

@@ -136,10 +136,11 @@ class Seat:
         still never looks as if it had worked its queue off.
         """
         left = self.work_s + self.other_work_s
-        if self.works:
-            head_s = next(iter(self.works.values()))
+        for head_s in self.works.values():
             gone_s = now_s - self.head_since_s
-            left -= head_s if gone_s > head_s else max(0.0, gone_s)
+            if gone_s > 0.0:
+                left -= head_s if gone_s > head_s else gone_s
+            break
         if self.foreign_tokens:
             left += self.times.prefill_s(self.foreign_tokens)
         return left if left > 0.0 else 0.0
