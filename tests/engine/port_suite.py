@@ -19,6 +19,7 @@ import pytest
 
 from readyplane.core.errors import InvalidField, Unavailable
 from readyplane.core.work import pack_tokens, sequence_hashes
+from readyplane_agent import probes
 from readyplane_agent.engines.port import EnginePort
 from tests.engine.engine_world import Factory, Traits
 
@@ -798,6 +799,15 @@ async def events_sequence(w: World) -> None:
                 break
         await events.aclose()  # type: ignore[attr-defined]
     assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
+
+
+@check(
+    "KV events", "parity", "told of a new prompt before its start is over, for the gate to compare"
+)
+async def events_parity(w: World) -> None:
+    question = probes.Question(tuple(w.prompt(20)), (), None)
+    found = await probes.kv_hashes(w.one, question, w.one.serving())
+    assert found.passed and found.evidence["told"], found
 
 
 # --------------------------------------------------------------------------- aborts, canary, end

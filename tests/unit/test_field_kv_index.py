@@ -23,6 +23,7 @@ from readyplane.core import gate_checks
 from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import Role
+from readyplane_agent import probes
 from readyplane_agent.engines import vllm_events
 from readyplane_agent.engines.kv_translate import HashTranslator, read_batch
 from readyplane_agent.engines.openai import OpenAiEngine, read_metrics
@@ -33,6 +34,7 @@ from readyplane_router.metrics import RouterCollector
 from readyplane_router.prefix import Limits, PrefixIndex
 from readyplane_router.prefix.hits import HitGap
 from tests.router_world import MODEL, World, evidence, on_virtual_time, serving, shape
+from tests.unit.agent_twins import TwinEngine
 from tests.unit.test_router_gate import expectations
 
 P, D = Role.PREFILL, Role.DECODE
@@ -195,6 +197,18 @@ def test_b95_a_worker_that_names_blocks_otherwise_is_found_out_at_the_gate() -> 
     assert isinstance(refused, Refuse) and "blocks of 32" in refused.reasons[0]
     refused = verdict(token_ids=tokens[:3])
     assert isinstance(refused, Refuse) and "no full block" in refused.reasons[0]
+
+
+async def test_b95_the_start_ends_when_blocks_are_named_otherwise() -> None:
+    engine = TwinEngine()
+    question = probes.Question((1, 2, 3), (), None)
+    serves = serving()
+    for told, passed, why in (((1, 2), False, "hash_mismatch"), ((), True, "guessed")):
+        engine.told = True  # nothing by itself
+        engine.events.put_nowait(KvEventBatch(0, (stored(*told),)))
+        found = await probes.kv_hashes(engine, question, serves, wait_s=0.05)
+        assert found.passed is passed and why in found.reason
+        assert found.evidence["told"] == [str(h) for h in told]
 
 
 def test_b96_adapters_and_salts_never_share_a_key() -> None:

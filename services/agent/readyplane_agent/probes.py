@@ -307,7 +307,9 @@ async def kv_pool(engine: EnginePort, serving: Serving, clock: Clock) -> CheckRe
     )
 
 
-async def kv_hashes(engine: EnginePort, question: Question, serving: Serving) -> CheckResult:
+async def kv_hashes(
+    engine: EnginePort, question: Question, serving: Serving, *, wait_s: float = KV_EVENTS_WAIT_S
+) -> CheckResult:
     """What the engine's KV events name a prompt's blocks, for the router to compare (B95).
 
     A prompt of its own, of two blocks where they fit: the canary's may be shorter than a block.
@@ -317,11 +319,11 @@ async def kv_hashes(engine: EnginePort, question: Question, serving: Serving) ->
     tokens = [t for t, _ in zip(cycle(question.prompt[::-1]), range(length), strict=False)]
     wanted = set(sequence_hashes(pack_tokens(tokens), size))
     told: list[str] = []
-    why = f"no KV events within {KV_EVENTS_WAIT_S:g} s: its prefixes are guessed"
+    why = f"no KV events within {wait_s:g} s: its prefixes are guessed"
     events = engine.kv_events()
     try:
         await engine.generate(tokens, max_tokens=1, timeout_s=PROBE_LIMIT_S)
-        async with asyncio.timeout(KV_EVENTS_WAIT_S):
+        async with asyncio.timeout(wait_s):
             async for batch in events:
                 stored = [h for e in batch.events if e.kind == "stored" for h in e.block_hashes]
                 wanted -= set(stored)
@@ -334,8 +336,12 @@ async def kv_hashes(engine: EnginePort, question: Question, serving: Serving) ->
         why = str(error)
     finally:
         await events.aclose()  # type: ignore[attr-defined]
+    if told:
+        why = (
+            "hash_mismatch: it names a prompt's blocks otherwise than the router" if wanted else ""
+        )
     evidence = {"token_ids": tokens, "block_size": size, "told": told}
-    return CheckResult(gc.KV_HASHES, not wanted or not told, evidence, "" if told else why)
+    return CheckResult(gc.KV_HASHES, not wanted or not told, evidence, why)
 
 
 def no_kv_hashes(serving: Serving, why: str) -> CheckResult:
