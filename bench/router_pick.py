@@ -38,7 +38,9 @@ from readyplane_lab.demo import MODEL
 RATIOS = ("pick_unary_ratio", "pick_batch_ratio", "pick_p50_ratio", "pick_cpu_ratio")
 ROUTERS = 2
 ISL, MAX_TOKENS, EXPECTED = 8_192, 64, 32
-IN_FLIGHT, BATCH = 16, 16
+IN_FLIGHT, BATCH, BATCHES = 16, 16, 4
+PEER_MORE = f"peer, {BATCHES * BATCH} in flight"
+BATCHED = f"RouteBatch({BATCH}), {BATCHES} in flight"
 FIRST_TOKEN = 100_000
 VOCABULARY = 128_000
 TAILS = 64
@@ -285,21 +287,21 @@ async def _tokens(folder: Path, rounds: int, routers: int, undisturbed: bool) ->
                 Way("peer, 16 in flight", there, theirs.unary, 480, IN_FLIGHT),
                 Way("Route, 16 in flight", here, ours.unary, 480, IN_FLIGHT),
                 Way("Route, 16 in flight, grpc.aio", usual, others.unary, 480, IN_FLIGHT),
-                Way("peer, 32 in flight", there, theirs.unary, 480, 2 * IN_FLIGHT),
-                Way("RouteBatch(16), 2 in flight", here, ours.batch, 960, 2),
+                Way(PEER_MORE, there, theirs.unary, 480, BATCHES * BATCH),
+                Way(BATCHED, here, ours.batch, 960, BATCHES),
                 Way("RouteBatch(16), 1 in flight", here, ours.batch, 480, 1),
                 Way("peer, 1 in flight", there, theirs.unary, 100, 1),
                 Way("Route, 1 in flight", here, ours.unary, 100, 1),
             ],
             rounds,
         )
-    peer, peer_more = found["peer, 16 in flight"], found["peer, 32 in flight"]
+    peer, peer_more = found["peer, 16 in flight"], found[PEER_MORE]
     best = [max(a, b, key=_rate) for a, b in zip(peer, peer_more, strict=True)]
     _ratio("one batch at a time against 16:", found["RouteBatch(16), 1 in flight"], peer, _rate)
     unary, alone = found["Route, 16 in flight"], found["Route, 1 in flight"]
     return {
         "pick_unary_ratio": _ratio("unary:", unary, peer, _rate),
-        "pick_batch_ratio": _ratio("batch:", found["RouteBatch(16), 2 in flight"], best, _rate),
+        "pick_batch_ratio": _ratio("batch:", found[BATCHED], best, _rate),
         "pick_p50_ratio": _ratio("p50:", alone, found["peer, 1 in flight"], lambda r: r.p50_s),
     }
 
