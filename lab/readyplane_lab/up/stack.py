@@ -133,7 +133,7 @@ async def running_stack(
             gave_up=gave_up,
         )
         registry = services.plan("registry", args=("--blob-dir", str(folder.blobs)))
-        routers = _plan_routers(services, options, folder)
+        routers, lean_addresses = _plan_routers(services, options, folder)
         router_addresses = ",".join(router.grpc for router in routers)
         policy_file = folder.run / "policy.json"
         policy_file.write_text(json.dumps(policy))
@@ -147,7 +147,7 @@ async def running_stack(
             table,
             WorkerPlace(
                 registry=registry.grpc,
-                router=router_addresses,
+                router=lean_addresses,  # all that agents call is there, for less
                 work_dir=folder.cache / "workers",
                 log_dir=folder.logs,
                 environment=environment,
@@ -262,14 +262,22 @@ def _make_model(options: UpOptions, folder: DataFolder) -> DemoModel:
     return make_demo_model(folder.cache / "demo-model", size_bytes=options.model_bytes)
 
 
-def _plan_routers(services: Services, options: UpOptions, folder: DataFolder) -> list[Service]:
+def _plan_routers(
+    services: Services, options: UpOptions, folder: DataFolder
+) -> tuple[list[Service], str]:
+    """The routers, and the addresses of their lean ports."""
     args: tuple[str, ...] = ()
     if options.router_policy is not None:
         path = folder.run / "router-policy.json"
         path.write_text(json.dumps(options.router_policy))
         args = ("--policy-file", str(path))
     more = [f"router-{number}" for number in range(2, options.routers + 1)]
-    return [services.plan(name, module="router", args=args) for name in ("router", *more)]
+    ports = [free_port() for _ in range(options.routers)]
+    planned = [
+        services.plan(name, module="router", args=(*args, "--pick-port", str(port)))
+        for name, port in zip(("router", *more), ports, strict=True)
+    ]
+    return planned, ",".join(f"127.0.0.1:{port}" for port in ports)
 
 
 def _check_port(port: int, option: str) -> None:

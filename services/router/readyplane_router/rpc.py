@@ -45,6 +45,10 @@ def lean_methods(service: RouterService, clock: Clock) -> dict[str, Method]:
         ),
         f"/{FULL_NAME}/Admit": Method(pb.AdmitRequest.FromString, unary(servicer.Admit)),
         f"/{FULL_NAME}/Leave": Method(pb.LeaveRequest.FromString, unary(servicer.Leave)),
+        f"/{FULL_NAME}/Drain": Method(pb.DrainRequest.FromString, unary(servicer.Drain)),
+        f"/{FULL_NAME}/ListWorkers": Method(
+            pb.ListWorkersRequest.FromString, unary(servicer.ListWorkers)
+        ),
         f"/{FULL_NAME}/Route": Method(pb.RouteRequest.FromString, servicer.routed),
         f"/{FULL_NAME}/RouteBatch": Method(pb.RouteBatchRequest.FromString, servicer.batched),
         f"/{FULL_NAME}/Complete": Method(pb.CompleteRequest.FromString, servicer.completed),
