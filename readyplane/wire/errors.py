@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -203,6 +204,7 @@ def error_from_document(document: object, *, status: int = 500) -> ReadyplaneErr
 # --------------------------------------------------------------------------- arguments
 
 
+@lru_cache(maxsize=64)  # a flood of refusals must not cost what it saves
 def _parameters(cls: type[ReadyplaneError]) -> tuple[str, ...]:
     if cls.__init__ is Exception.__init__:  # no arguments of its own
         return ()
