@@ -312,7 +312,9 @@ class RouterCollector(Collector):
         for name, count in members.counts.items():
             events.add_metric((name,), count)
         events.add_metric(("store_absences",), self._service.link.absences)
-        moves = _counter("router_moves", "Requests that asked for another decode worker", ("outcome",))
+        moves = _counter(
+            "router_moves", "Requests that asked for another decode worker", ("outcome",)
+        )
         moves.add_metric(("moved",), self._service.moving.moved)
         moves.add_metric(("refused",), self._service.moving.refused)
         answering = _gauge("router_store_answering", "Whether the store answers: 1 or 0", ())
