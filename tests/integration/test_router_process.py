@@ -363,7 +363,7 @@ async def test_rest_and_grpc_agree(database_url: str, redis_url: str, tmp_path: 
         ((), {}, "database_url"),
         (("--databse-url", "x"), {}, "did you mean --database-url"),
         ((), {"lease_tl_s": 5}, "router_policy.lease_tl_s"),
-        ((), {"pair": {"wait_max_s": 40}}, "stay below the KV hold"),
+        ((), {"pair": {"wait_max_s": 40}}, "engines give KV up after its hold"),
         ((), {"lease_ttl_s": 1, "tick_s": 1}, "use 6 x tick_s (6) or more"),
         ((), {"pair": {"slo": {"ttft_s": "2"}}}, "router_policy.pair.slo.ttft_s"),
     ],
