@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -204,7 +203,6 @@ def error_from_document(document: object, *, status: int = 500) -> ReadyplaneErr
 # --------------------------------------------------------------------------- arguments
 
 
-@lru_cache(maxsize=64)  # a flood of refusals must not cost what it saves
 def _parameters(cls: type[ReadyplaneError]) -> tuple[str, ...]:
     if cls.__init__ is Exception.__init__:  # no arguments of its own
         return ()
@@ -212,9 +210,14 @@ def _parameters(cls: type[ReadyplaneError]) -> tuple[str, ...]:
     return tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
+# Looked up once: a flood of refusals must not cost what it saves.
+_PARAMETERS = {cls: _parameters(cls) for cls in _BY_REASON.values()}
+
+
 def _arguments(error: ReadyplaneError) -> dict[str, Any]:
     """What the constructor was given, as far as the error kept it (the message travels apart)."""
-    return {name: getattr(error, name) for name in _parameters(type(error)) if hasattr(error, name)}
+    names = _PARAMETERS.get(type(error)) or _parameters(type(error))
+    return {name: getattr(error, name) for name in names if hasattr(error, name)}
 
 
 def _rebuilt(
