@@ -26,8 +26,8 @@ from readyplane_router.ends import LOST_WAIT_S, Ends
 from readyplane_router.epochs import MemoryEpochs
 from readyplane_router.pair import PairPolicy
 from readyplane_router.policy import RouterPolicy
-from readyplane_router.service import RouterService
 from readyplane_router.seats import Take, Taken, Use
+from readyplane_router.service import RouterService
 from readyplane_router.store import MemoryStore
 from tests.router_world import (
     MODEL,
