@@ -45,7 +45,7 @@ async def test_what_comes_together_goes_together_and_the_rest_with_the_next() ->
     assert sender.calls[2] == ["op", "d", "op", "e"]
 
 
-async def test_a_call_that_fails_fails_those_it_carried_only() -> None:
+async def test_a_call_that_fails_is_told_to_those_it_carried() -> None:
     sender = Sender()
     bundles = Bundles(sender)
     sender.fault = Unavailable("Redis does not answer", "check it")
@@ -53,6 +53,22 @@ async def test_a_call_that_fails_fails_those_it_carried_only() -> None:
         *(bundles.add("m", ("op", name)) for name in "ab"), return_exceptions=True
     )
     assert [type(each) for each in told] == [Unavailable, Unavailable]
+    sender.fault = None
+    assert await bundles.add("m", ("op", "c")) == "m:c"
+
+
+async def test_who_waits_behind_a_call_that_fails_is_told_at_once() -> None:
+    sender = Sender()
+    bundles = Bundles(sender)
+    sender.open.clear()
+    sender.fault = Unavailable("Redis does not answer", "check it")
+    first = bundles.add("m", ("op", "a"))
+    await asyncio.sleep(0)
+    second = bundles.add("m", ("op", "b"))
+    sender.open.set()
+    told = await asyncio.gather(first, second, return_exceptions=True)
+    assert [type(each) for each in told] == [Unavailable, Unavailable]
+    assert len(sender.calls) == 1
     sender.fault = None
     assert await bundles.add("m", ("op", "c")) == "m:c"
 

@@ -77,6 +77,10 @@ class Bundles:
             answers = await self._send(model, arguments)
         except Exception as error:  # noqa: BLE001 - whoever waits is told
             _fail(some, error)
+            # A store that hangs is waited for once, not again by each bundle that came meanwhile.
+            waiting = self._lines[model].waiting
+            _fail(waiting, error)
+            waiting.clear()
             return
         except BaseException:
             _fail(some, _closed())
