@@ -202,8 +202,21 @@ def load_report_to_proto(load: LoadReport) -> pb.LoadReport:
 
 def load_report_from_proto(message: pb.LoadReport) -> LoadReport:
     """Message as load; what is absent is None."""
-    known: dict[str, Any] = {descriptor.name: value for descriptor, value in message.ListFields()}
-    return LoadReport(**known)
+    has = message.HasField  # field by field: it comes with every renewal
+    return LoadReport(
+        message.running if has("running") else None,
+        message.waiting if has("waiting") else None,
+        message.waiting_prefill_tokens if has("waiting_prefill_tokens") else None,
+        message.kv_used_blocks if has("kv_used_blocks") else None,
+        message.kv_total_blocks if has("kv_total_blocks") else None,
+        message.prefill_tokens_total if has("prefill_tokens_total") else None,
+        message.decode_tokens_total if has("decode_tokens_total") else None,
+        message.cached_tokens_total if has("cached_tokens_total") else None,
+        message.preemptions_total if has("preemptions_total") else None,
+        message.iterations_total if has("iterations_total") else None,
+        message.lateness_p99_s if has("lateness_p99_s") else None,
+        message.age_s,
+    )
 
 
 def check_result_to_proto(check: CheckResult) -> pb.CheckResult:
