@@ -95,6 +95,8 @@ ISL, OSL = 1155.0, 211.0
 WORKDAY = [LOW_RPS] * 16 + [HIGH_RPS] * 24 + [LOW_RPS] * 8
 HOLIDAY = [LOW_RPS] * DAY_BINS
 FROM_BIN = 10
+SETTLED = 23
+"""Ticks until just before 7:00: the first rates are past, and nothing is done ahead yet."""
 
 
 @dataclass
@@ -107,7 +109,8 @@ class Morning:
 
     @property
     def night(self) -> int:
-        return int(self.run.decisions[6].prefill.target)
+        """What it has settled on before anything is done ahead of the day."""
+        return int(self.run.decisions[SETTLED - 1].prefill.target)
 
     def ready_at(self, at_h: float) -> int:
         return next(count for hour, count in self.ready if hour >= at_h)
@@ -117,7 +120,7 @@ class Morning:
 
     @property
     def extra_s(self) -> float:
-        targets = [int(d.prefill.target) for d in self.run.decisions]
+        targets = [int(d.prefill.target) for d in self.run.decisions[SETTLED:]]
         return sum(TICK_S * max(0, target - self.night) for target in targets)
 
 
@@ -189,7 +192,7 @@ async def test_before_two_days_and_without_it_every_decision_is_what_it_was() ->
 
 async def test_a_holiday_costs_the_bounded_extra_for_an_hour_or_two_and_is_told() -> None:
     holiday = await morning(WORKDAY, WORKDAY, WORKDAY, rise_h=None, until_h=11.0)
-    assert max(d.prefill.target for d in holiday.run.decisions) == holiday.night + 2
+    assert max(d.prefill.target for d in holiday.run.decisions[SETTLED:]) == holiday.night + 2
     assert 0 < holiday.extra_s <= 2 * 2.5 * HOUR_S
     assert len(holiday.told("season_failed")) == 1
     assert holiday.run.decisions[-1].prefill.target == holiday.night
@@ -199,7 +202,7 @@ async def test_a_holiday_costs_the_bounded_extra_for_an_hour_or_two_and_is_told(
 
 async def test_a_day_that_begins_two_hours_later_costs_the_extra_and_is_followed() -> None:
     late = await morning(WORKDAY, WORKDAY, rise_h=10.0, until_h=11.0, extra_max=1)
-    early = late.run.decisions[: round(5.0 * HOUR_S / TICK_S)]
+    early = late.run.decisions[SETTLED : round(4.8 * HOUR_S / TICK_S)]
     assert {max(0, d.prefill.target - late.night) for d in early} == {0, 1}
     assert late.told("season_failed")
     assert late.run.decisions[-1].prefill.target > late.night + 1, "the forecast follows"

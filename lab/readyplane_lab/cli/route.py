@@ -227,9 +227,10 @@ def _terms(pairs: Sequence[Mapping[str, Any]]) -> Table:
     ):
         made.add_row(label, *(f"{p[key]:,}" for p in pairs))
     for key, label in TERMS:
-        values = [p["terms"][key] for p in pairs]
-        if key in NONE_IS_USUAL and not any(values):
+        # A router of another release may not tell of a term.
+        values = [p["terms"].get(key) for p in pairs]
+        if (key in NONE_IS_USUAL and not any(values)) or all(v is None for v in values):
             continue
         bold = "bold" if key in {"ttft_s", "tpot_s", "cost_s"} else ""
-        made.add_row(label, *(f"{value:.4f}" for value in values), style=bold)
+        made.add_row(label, *("-" if v is None else f"{v:.4f}" for v in values), style=bold)
     return made
