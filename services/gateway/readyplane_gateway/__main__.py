@@ -86,7 +86,7 @@ async def _choice(settings: GatewaySettings, registry: Registry | None) -> Choic
         clock=SystemClock(),
         metrics=metrics,
     )
-    log.warning("requests paired here are not part of the demand that routers tell a planner")
+    log.info("pairing here: routers hear of it through Redis, and tell it a planner as demand")
     try:
         await brain.start()
     except BaseException:

@@ -321,7 +321,11 @@ class RouterCollector(Collector):
         answering.add_metric((), float(self._service.link.answering))
         routers = _gauge("router_instances", "Routers that share the store", ())
         routers.add_metric((), self._service.link.routers)
-        yield from (events, moves, answering, routers)
+        unheard = _gauge(
+            "router_signals_missing", "Other routers that live and whose signals are not heard", ()
+        )
+        unheard.add_metric((), self._service.together.missing(self._service.now_s()))
+        yield from (events, moves, answering, routers, unheard)
 
 
 def _labels_of(worker: Worker) -> tuple[str, str, str]:

@@ -26,6 +26,7 @@ from readyplane_router import lease
 from readyplane_router.bundle import BUNDLE_OPERATIONS_MAX, Bundles
 from readyplane_router.channel import Channel
 from readyplane_router.seats import SWEEP_MAX, Side, Take, Taken, Use
+from readyplane_router.signal_store import Kept
 from readyplane_router.store import (
     KV_LOG_BATCHES_MAX,
     KV_PAGE_BATCHES,
@@ -110,6 +111,28 @@ class RedisStore:
 
         packed, left_ms = await self._bounded(call())
         return (packed, left_ms / 1000) if packed is not None and left_ms > 0 else None
+
+    async def put_signals(self, router_id: str, packed: bytes, *, ttl_s: float) -> None:
+        await self._bounded(self._redis.set(_signals_key(router_id), packed, px=_ms(ttl_s)))
+
+    async def signals(self) -> Kept:
+        async def call() -> Kept:
+            seconds, micros = await self._redis.time()
+            after = f"({seconds + micros / 1e6}"
+            found: list[Any] = await self._redis.zrangebyscore(ROUTERS, after, "+inf")
+            ids = [raw.decode() for raw in found]
+            async with self._redis.pipeline(transaction=True) as pipe:
+                for router_id in ids:
+                    pipe.get(_signals_key(router_id))
+                    pipe.pttl(_signals_key(router_id))
+                told = await pipe.execute()
+            return {
+                router_id: (packed, left_ms / 1000) if packed is not None and left_ms > 0 else None
+                for router_id, packed, left_ms in zip(ids, told[::2], told[1::2], strict=True)
+            }
+
+        kept: Kept = await self._bounded(call())
+        return kept
 
     async def grant(self, record: Record, *, ttl_s: float) -> Record | lease.Lost | lease.Stale:
         offer = record.offer
@@ -431,6 +454,10 @@ def _keys(model: str) -> tuple[str, ...]:
 
 def _ration_key(model: str) -> str:
     return f"{PREFIX}:{{{model}}}:ration"
+
+
+def _signals_key(router_id: str) -> str:
+    return f"{PREFIX}:{{routers}}:signals:{router_id}"  # in one slot, so that they are read at once
 
 
 def _log_key(model: str) -> str:

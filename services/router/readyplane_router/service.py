@@ -59,6 +59,7 @@ from readyplane_router.rations import Rations
 from readyplane_router.roster import Roster
 from readyplane_router.seats import ALL_SIDES
 from readyplane_router.store import Store
+from readyplane_router.together import Together
 from readyplane_router.waiting import Waiting
 
 TAKE_TRIES_MAX = 8
@@ -109,6 +110,7 @@ class RouterService:
         self._ledger = Ledger(store, self.link, clock, self.policy, self.desks)
         self.moving = Moving(self._ledger, clock, self.policy, self.desks, self._pump)
         self._rations = Rations(store, self.link, clock, self.desks)
+        self.together = Together(store, self.link, clock, self.policy, self.desks, incarnation)
         self.members = Membership(
             store=store,
             epochs=epochs,
@@ -155,6 +157,7 @@ class RouterService:
             try:
                 await self._ledger.settle()
                 await self._rations.hear()
+                await self.together.round(began_s=self._began_s)
             except Unavailable as error:
                 self.link.failed(error)
         for model, desk in list(self.desks.items()):
@@ -364,15 +367,16 @@ class RouterService:
             await self._follow(model, leader_epoch)
         self._fences.take(model, leader_epoch)
         now_s = self._clock.monotonic_s()
+        own = {
+            name: model_signals(desk, now_s)
+            for name, desk in self.desks.items()
+            if model in ("", name)
+        }
         return RouterSignals(
             incarnation=self.incarnation,
             uptime_s=now_s - self._began_s,
-            models={
-                name: model_signals(desk, now_s)
-                for name, desk in self.desks.items()
-                if model in ("", name)
-            },
-            fleet=self.roster.fleet(model),
+            models=self.together.merged(own, now_s=now_s, model=model),
+            fleet=self.together.noted(self.roster.fleet(model), now_s=now_s),
         )
 
     # --------------------------------------------------------------------- placing

@@ -26,6 +26,7 @@ from readyplane.kit.clock import Clock
 from readyplane_router import lease
 from readyplane_router.ration_store import MemoryRations, RationStore
 from readyplane_router.seats import Seats, Take, Taken, Use
+from readyplane_router.signal_store import MemorySignals, SignalStore
 
 KV_LOG_BATCHES_MAX = 20_000
 KV_PAGE_BATCHES = 1_000
@@ -100,7 +101,7 @@ class KvEntry:
     packed: bytes
 
 
-class Store(RationStore, Protocol):
+class Store(RationStore, SignalStore, Protocol):
     """Shared state. Every method raises Unavailable when the store cannot be reached.
 
     `shared`: other routers may be reading and writing too.
@@ -229,28 +230,22 @@ class _Model:
     snapshots: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
 
-class MemoryStore(MemoryRations):
+class MemoryStore(MemoryRations, MemorySignals):
     """The twin in memory, on an injected clock: for the simulator and for tests."""
 
     def __init__(self, clock: Clock, *, shared: bool = False, name: str = "memory") -> None:
         """Empty; `shared` when several services will use this one object."""
-        super().__init__(clock)
+        MemoryRations.__init__(self, clock)
+        MemorySignals.__init__(self, clock)
         self.shared = shared
         self._name = name
         self._clock = clock
         self._models: dict[str, _Model] = {}
-        self._routers: dict[str, float] = {}
         self._leaders: dict[str, int] = {}
         self._watchers: set[asyncio.Queue[Change]] = set()
 
     async def identity(self) -> str:
         return self._name
-
-    async def attend(self, router_id: str, *, ttl_s: float) -> int:
-        now_s = self._clock.monotonic_s()
-        self._routers[router_id] = now_s + ttl_s
-        self._routers = {k: until for k, until in self._routers.items() if until > now_s}
-        return len(self._routers)
 
     async def fence(self, model: str, leader_epoch: int) -> int:
         newest = max(self._leaders.get(model, 0), leader_epoch)
