@@ -322,12 +322,16 @@ class ModelSignals:
 
 @dataclass(frozen=True, slots=True)
 class RouterSignals:
-    """What the router tells the planner. `incarnation` changes when its counters restart."""
+    """What the router tells the planner. `incarnation` changes when its counters restart.
+
+    `routers_missing`: others that share its store, live, and have not told it their part lately.
+    """
 
     incarnation: str
     uptime_s: float
     models: Mapping[str, ModelSignals] = field(default_factory=dict)
     fleet: Fleet = field(default_factory=Fleet)
+    routers_missing: int = 0
 
 
 class Router(Protocol):

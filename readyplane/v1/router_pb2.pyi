@@ -1130,12 +1130,17 @@ class GetSignalsResponse(google.protobuf.message.Message):
     UPTIME_S_FIELD_NUMBER: builtins.int
     MODELS_FIELD_NUMBER: builtins.int
     FLEET_FIELD_NUMBER: builtins.int
+    ROUTERS_MISSING_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     """Identity of this router's life: counters restart with it."""
     uptime_s: builtins.float
     """Seconds since this router began."""
+    routers_missing: builtins.int
+    """Other routers that live and have not told lately: their part is in no gauge, and not known."""
     @property
-    def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ModelSignals]: ...
+    def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ModelSignals]:
+        """Of all routers that share its store: this one's, and what the others told lately."""
+
     @property
     def fleet(self) -> readyplane.v1.worker_pb2.Fleet: ...
     def __init__(
@@ -1145,15 +1150,16 @@ class GetSignalsResponse(google.protobuf.message.Message):
         uptime_s: builtins.float = ...,
         models: collections.abc.Iterable[Global___ModelSignals] | None = ...,
         fleet: readyplane.v1.worker_pb2.Fleet | None = ...,
+        routers_missing: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fleet", b"fleet"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fleet", b"fleet", "incarnation", b"incarnation", "models", b"models", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fleet", b"fleet", "incarnation", b"incarnation", "models", b"models", "routers_missing", b"routers_missing", "uptime_s", b"uptime_s"]) -> None: ...
 
 Global___GetSignalsResponse: typing_extensions.TypeAlias = GetSignalsResponse
 
 @typing.final
 class ModelSignals(google.protobuf.message.Message):
-    """Counters since the router began and gauges now, for one model."""
+    """Counters since the router that is asked began, and gauges now, for one model."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -541,6 +541,7 @@ def router_signals_to_proto(signals: RouterSignals, *, now_s: float) -> pb.GetSi
         uptime_s=signals.uptime_s,
         models=[model_signals_to_proto(signals.models[name]) for name in sorted(signals.models)],
         fleet=fleet_to_proto(signals.fleet, now_s=now_s),
+        routers_missing=signals.routers_missing,
     )
 
 
@@ -551,4 +552,5 @@ def router_signals_from_proto(message: pb.GetSignalsResponse, *, now_s: float) -
         uptime_s=message.uptime_s,
         models={m.model: model_signals_from_proto(m) for m in message.models},
         fleet=fleet_from_proto(message.fleet, now_s=now_s),
+        routers_missing=message.routers_missing,
     )

@@ -176,7 +176,7 @@ CASES: dict[str, st.SearchStrategy[Any]] = {
     "model_signals": signals,
     "router_signals": st.builds(
         ports.RouterSignals, texts, numbers,
-        st.lists(signals, max_size=2).map(lambda ms: {m.model: m for m in ms}), fleets,
+        st.lists(signals, max_size=2).map(lambda ms: {m.model: m for m in ms}), fleets, small,
     ),
     "manifest_summary": st.builds(
         ports.ManifestSummary, texts, texts, texts, whole, small, small, walls, many(texts)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from readyplane.kit.telemetry import Metrics
-from readyplane_planner.decide import POOLS, Memory, Plan
+from readyplane_planner.decide import POOLS, Decision, Memory, Plan
 from readyplane_planner.decide.drift import KINDS
 from readyplane_planner.rollout import Phase
-from readyplane_planner.signals import Kind
+from readyplane_planner.signals import ROUTERS, Kind
 from readyplane_planner.state import Seen
 
 LABELS = ("pool", "worker_class", "model")
@@ -141,17 +141,7 @@ class PlannerMetrics:
             if grown > 0:
                 self._overrides.labels(model, rule).inc(grown)
             self._rules[rule] = count
-        for signal, age_s in decision.signal_ages_s.items():
-            if age_s is None:
-                self._age.forget(model=model, signal=signal)
-            else:
-                self._age.labels(model, signal).set(age_s)
-        begun = memory.work_p.begun_s is not None
-        for name, told in decision.signals.items():
-            # Warming up is part of every start, and so is a model that nobody has asked for yet.
-            unasked = not begun and "without this model" in told.why
-            away = told.kind in (Kind.MISSING, Kind.STALE) and not unasked
-            self._unknown.labels(model, name).set(1 if away else 0)
+        self._signals(model, decision, begun=memory.work_p.begun_s is not None)
         self._silent.labels(model).set(len(seen.observation.silent))
         self._bad.labels(model).set(memory.bad_samples)
         self._fallbacks.labels(model).set(memory.fallbacks)
@@ -162,6 +152,21 @@ class PlannerMetrics:
         for phase in Phase:
             self._phase.labels(model, str(phase)).set(leading and decision.rollout.phase is phase)
         self._tick.labels(model).observe(took_s)
+
+    def _signals(self, model: str, decision: Decision, *, begun: bool) -> None:
+        """`begun`: there was a request of this model."""
+        for signal, age_s in decision.signal_ages_s.items():
+            if age_s is None:
+                self._age.forget(model=model, signal=signal)
+            else:
+                self._age.labels(model, signal).set(age_s)
+        for name, told in decision.signals.items():
+            # Warming up is part of every start, and so is a model that nobody has asked for yet.
+            unasked = not begun and "without this model" in told.why
+            away = told.kind in (Kind.MISSING, Kind.STALE) and not unasked
+            self._unknown.labels(model, name).set(1 if away else 0)
+        if ROUTERS not in decision.signals:  # told only while some are not heard
+            self._unknown.forget(model=model, signal=ROUTERS)
 
     def call(self, model: str, outcome: str) -> None:
         """Count one finished call."""

@@ -223,6 +223,7 @@ def router_sample(signals: RouterSignals, model: str, *, taken_s: float) -> Rout
             for p in part.priorities
         ),
         ration=None if part.ration is None else asdict(part.ration),
+        routers_missing=signals.routers_missing,
     )
 
 

@@ -192,6 +192,7 @@ def routes(service: RouterService, clock: Clock) -> APIRouter:
             "uptime_s": found.uptime_s,
             "models": {name: dataclasses.asdict(value) for name, value in found.models.items()},
             "fleet": _fleet(found.fleet, clock.monotonic_s()),
+            "routers_missing": found.routers_missing,
         }
 
     return router

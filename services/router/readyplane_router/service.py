@@ -377,6 +377,7 @@ class RouterService:
             uptime_s=now_s - self._began_s,
             models=self.together.merged(own, now_s=now_s, model=model),
             fleet=self.together.noted(self.roster.fleet(model), now_s=now_s),
+            routers_missing=self.together.missing(now_s),
         )
 
     # --------------------------------------------------------------------- placing

@@ -5,7 +5,7 @@ refusing NaN, infinities and absurd values, joining worker series with the livin
 idle from no data. Hands an Observation to decide. Work is token work, never request counts (R4).
 """
 
-from readyplane_planner.signals.observe import observe, stands_still
+from readyplane_planner.signals.observe import ROUTERS, observe, stands_still
 from readyplane_planner.signals.samples import check
 from readyplane_planner.signals.values import (
     SHRINK_NEEDS,
@@ -27,6 +27,7 @@ from readyplane_planner.signals.values import (
 )
 
 __all__ = [
+    "ROUTERS",
     "SHRINK_NEEDS",
     "Allocation",
     "ClientCount",

@@ -22,6 +22,8 @@ from readyplane_planner.signals.values import (
     Signal,
 )
 
+ROUTERS = "routers"
+"""A signal that is there, and not known, while routers beside the one that answers are not heard."""
 _UNKNOWN = (Kind.MISSING, Kind.STALE, Kind.WARMING)
 
 
@@ -129,10 +131,19 @@ def observe(
         priorities=samples.priorities(previous, current) if kind is Kind.FRESH else (),
         degraded="" if current is None else current.degraded,
         dt_s=dt_s if rated else 0.0,
-        extra={name: signal for name, signal in read.items() if name not in laid.OWN},
+        extra={name: signal for name, signal in read.items() if name not in laid.OWN}
+        | _others(current, age_s),
         silent=tuple(f"{s.source}: {s.why}" for s in outside.silent),
         clients=by_client,
     )
+
+
+def _others(current: RouterSample | None, age_s: float) -> dict[str, Signal]:
+    """What holds the pools while other routers are not heard: their part may be much."""
+    if current is None or not current.routers_missing:
+        return {}
+    why = f"{current.routers_missing} other routers are not heard: their part is not known"
+    return {ROUTERS: Signal(Kind.MISSING, None, "routers", age_s, why)}
 
 
 def _engines(current: RouterSample | None) -> Sequence[EngineSample]:

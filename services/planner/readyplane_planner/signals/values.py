@@ -126,6 +126,7 @@ class RouterSample:
             are no counters.
         clients: the largest of labelled traffic, the largest first.
         priorities: arrivals. ration: the order of admission that the router follows; for people.
+        routers_missing: others that live, and whose part of all this it does not know.
     """
 
     taken_s: float
@@ -144,6 +145,7 @@ class RouterSample:
     clients: tuple[ClientCount, ...] = ()
     priorities: tuple[PriorityWork, ...] = ()
     ration: Mapping[str, Any] | None = None
+    routers_missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
