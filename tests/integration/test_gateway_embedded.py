@@ -103,6 +103,19 @@ async def test_it_pairs_what_registered_with_a_router_and_reserves_for_both(redi
         ended = RequestEvent(pair.reservation_id, EventKind.FINISHED, output_tokens=3)
         assert await w.brain.service.complete([ended]) == 0
         assert not any(u.sequences for u in (await w.store.usage(MODEL)).values())
+        await told_of(w.router, arrivals=2, finished=1)  # it arrived at both
+
+
+async def told_of(router: RouterService, *, arrivals: int, finished: int) -> None:
+    """Until a planner that asks this router is told of what the gateway paired by itself."""
+    async with asyncio.timeout(10):
+        while True:
+            found = await router.signals(MODEL)
+            model = found.models[MODEL]
+            if (model.arrivals_total, model.finished_total) == (arrivals, finished):
+                assert found.routers_missing == 0 and not found.fleet.degraded
+                return
+            await asyncio.sleep(0.05)
 
 
 async def test_both_together_never_book_a_seat_twice(redis_url: str) -> None:

@@ -62,6 +62,10 @@ async def test_a_cluster_holds_each_model_on_one_node(tmp_path: Path) -> None:
             await taken(store, model)
         assert {r.offer.model for r, _ in await store.workers()} == set(models)
         assert await store.attend("one", ttl_s=LONG_S) == 1
+        assert await store.attend("two", ttl_s=LONG_S) == 2
+        await store.put_signals("two", b"word", ttl_s=LONG_S)
+        kept = await store.signals()
+        assert kept["one"] is None and kept["two"] is not None and kept["two"][0] == b"word"
         assert [await store.fence("model-0", n) for n in (3, 2)] == [3, 3]
         assert (await store.identity()).count("+") == 2
         assert await store.expire() == []
