@@ -114,6 +114,24 @@ def test_what_was_counted_unheard_is_paid_in_over_as_long_again_and_never_goes_b
     assert life.arrivals(180.0) == 349
 
 
+def test_what_is_paid_in_stays_where_it_was_counted_first() -> None:
+    def of(priorities: range, arrivals: int) -> ModelSignals:
+        return signals(priorities=tuple(PrioritySignals(p, arrivals) for p in priorities))
+
+    def counted(now_s: float) -> dict[int, int]:
+        found = life.others.merged({M: signals()}, now_s=now_s)[M]
+        return {p.priority: p.arrivals_total for p in found.priorities}
+
+    life = Life()
+    life.hear("b", 110.0, 1.0, signals())
+    life.hear("b", 120.0, 11.0, of(range(100, 101), 50))  # late: paid in until 130
+    before = counted(124.0)
+    life.hear("c", 124.0, 1.0, of(range(PRIORITIES_MAX), 1))  # takes the other places
+    after = counted(135.0)
+    assert before == {100: 20} and after[100] == 50
+    assert sum(after.values()) == 50 + PRIORITIES_MAX
+
+
 def test_a_word_is_fresh_for_its_time() -> None:
     life = Life()
     life.hear("b", 110.0, 1.0, signals(1))

@@ -100,6 +100,8 @@ class Others:
         self._lives[router_id] = _Life(told_s, counts, {m.model: m for m in told.models})
         if told_s - since_s > self.ttl_s and any(growth.values()):
             self._late.append(_Late(now_s, now_s + told_s - since_s, growth))
+            # Where it will be counted is settled now: what is paid in never changes its place.
+            add(self._totals, {model: dict.fromkeys(counts, 0) for model, counts in growth.items()})
         else:
             add(self._totals, growth)
         while self._late and (len(self._late) > LATE_MAX or self._late[0].until_s <= now_s):
