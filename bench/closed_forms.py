@@ -182,6 +182,7 @@ def play(
             "tick_s": 5.0,
             **pools,
         }
+        policy["decode"] = {**pools["decode"], "convertible": False}  # each stage by itself
         options = WorldOptions(
             policy,
             startup=StartUpModel().scaled_to(1.0),

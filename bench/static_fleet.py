@@ -124,6 +124,7 @@ def simulate(
         "tick_s": tick_s,
         **pools,
     }
+    policy["decode"] = {**pools["decode"], "convertible": False}
     options = WorldOptions(
         policy,
         # All of a start is one duration: nothing is drawn, and weights take no time.

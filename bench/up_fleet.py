@@ -69,6 +69,7 @@ async def _drive(
     pools = {
         name: {"min": n, "max": n} for name, n in zip(("prefill", "decode"), fleet, strict=True)
     }
+    pools["decode"]["convertible"] = False
     with tempfile.TemporaryDirectory() as folder:
         policy = Path(folder) / "policy.json"
         policy.write_text(json.dumps(pools))

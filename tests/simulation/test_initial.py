@@ -87,7 +87,7 @@ def test_a_start_draws_the_same_whoever_ordered_it_and_whatever_it_is_called() -
 
 def test_convertible_decoders_take_prefill_work_within_their_bound() -> None:
     def slow(convertible: bool) -> RunResult:
-        crowd = steady(6.0)
+        crowd = steady(4.0)
         return world(Fixed((0.0, 1, 3)), crowd, initial=(1, 3), convertible=convertible).run()
 
     strict, both = slow(False), slow(True)

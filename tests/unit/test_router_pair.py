@@ -119,15 +119,25 @@ def asks(draw: st.DrawFn, of: list[Seat]) -> Ask:
     )
 
 
-def fits(what: Ask, p: Seat, d: Seat, now_s: float) -> bool:
+def usable(what: Ask, one: Seat) -> bool:
+    """The hard constraints of one end."""
+    if one.shut or one.worker_id in what.avoid:
+        return False
+    if what.isl + (what.max_tokens or 1) > one.max_model_len:
+        return False
+    return one.occupied() < one.sequences_cap
+
+
+def is_free(what: Ask, p: Seat, now_s: float) -> bool:
+    """Whether a prefill worker has little enough work for anybody."""
+    fits = usable(what, p) and what.isl <= p.free_blocks() * p.block_size
+    return fits and p.remaining_s(now_s) <= SLOW_LINKS.prefill_ahead_s
+
+
+def fits(what: Ask, p: Seat, d: Seat, now_s: float, prefills: list[Seat]) -> bool:
     """The hard constraints, spelt out pair by pair."""
-    for one in (p, d):
-        if one.shut or one.worker_id in what.avoid:
-            return False
-        if what.isl + (what.max_tokens or 1) > one.max_model_len:
-            return False
-        if one.occupied() >= one.sequences_cap:
-            return False
+    if not (usable(what, p) and usable(what, d)):
+        return False
     if p is not d and (p.kv != d.kv or p.kv.connector == "none"):
         return False
     if p is not d and p.key in what.cut.get(d.key, ()):
@@ -136,7 +146,9 @@ def fits(what: Ask, p: Seat, d: Seat, now_s: float) -> bool:
         held = what.cached_tokens.get(d.key, 0)
         whole = (what.isl - 1) // d.block_size * d.block_size
         return 0 < whole <= held and takes(what, d, SLOW_LINKS)
-    if p.remaining_s(now_s) > ahead_max_s(what, p, SLOW_LINKS):
+    somebody_free = any(is_free(what, one, now_s) for one in prefills)
+    most_s = ahead_max_s(what, p, SLOW_LINKS) if somebody_free else SLOW_LINKS.prefill_ahead_s
+    if p.remaining_s(now_s) > most_s:
         return False
     if what.isl > p.free_blocks() * p.block_size:
         return False
@@ -156,7 +168,7 @@ def test_the_choice_is_the_cheapest_of_all_pairs(data: st.DataObject) -> None:
     costs = {
         (p.worker_id, d.worker_id): pair_terms(what, p, d, SLOW_LINKS, now_s=now_s).cost_s
         for p, d in couples
-        if fits(what, p, d, now_s)
+        if fits(what, p, d, now_s, prefills)
     }
     verdict = decide(what, prefills, decodes, SLOW_LINKS, now_s=now_s)
     if isinstance(verdict, Chosen):

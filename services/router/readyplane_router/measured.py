@@ -19,6 +19,7 @@ def prefilled(rates: Rates, held: Held, *, now_s: float) -> None:
         predicted_s=(terms.queue_s + terms.prefill_s) / seat.prefill_factor,
         measured_s=now_s - held.sent_s,
         now_s=now_s,
+        queued=terms.queue_s > terms.prefill_s,
     )
 
 

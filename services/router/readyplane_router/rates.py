@@ -96,14 +96,25 @@ class Rates:
         """A worker is gone."""
         self.workers.pop(key, None)
 
-    def prefilled(self, seat: Seat, *, predicted_s: float, measured_s: float, now_s: float) -> None:
-        """A prompt has been prefilled; `predicted_s` by the profile alone."""
+    def prefilled(
+        self,
+        seat: Seat,
+        *,
+        predicted_s: float,
+        measured_s: float,
+        now_s: float,
+        queued: bool = False,
+    ) -> None:
+        """A prompt has been prefilled; `predicted_s` by the profile alone.
+
+        `queued`: most of that was other prompts, whose lengths tell more than the worker's speed.
+        """
         if not seat.role.serves(Role.PREFILL):
             return  # what a decode worker completes by itself is an iteration, not a prompt
         of_class = self.classes.setdefault(seat.times.name, Correction())
         of_class.add(predicted_s=predicted_s, measured_s=measured_s, now_s=now_s)
         own = self.workers.setdefault(seat.key, WorkerRates()).prefill
-        if now_s >= of_class.frozen_until_s:
+        if now_s >= of_class.frozen_until_s and not queued:
             usual_s = predicted_s * of_class.factor
             own.add(predicted_s=usual_s, measured_s=measured_s, now_s=now_s)
         seat.prefill_factor = of_class.factor * own.factor

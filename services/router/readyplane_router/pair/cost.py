@@ -39,8 +39,9 @@ def pair_terms(ask: Ask, prefill: Seat, decode: Seat, policy: PairPolicy, *, now
     tpot_s = (base_s + times.c * (held + context)) * slower
     slowdown_s = (times.b + times.c * context) * slower * others * expected
     stall_s = own_s * prefill.decoding
-    # Who serves it alone without being there for prompts is in nobody's way.
-    crowding_s = own_s * ask.behind if prefill.role.serves(Role.PREFILL) else 0.0
+    # Who serves it alone without being there for prompts, or is lent, is in nobody's way.
+    crowds = prefill.role.serves(Role.PREFILL) and not prefill.lent
+    crowding_s = own_s * ask.behind if crowds else 0.0
     ttft_s = queue_s + own_s + transfer_s + first_s
     cost_s = (
         urgency_of(ask, policy) * ttft_s

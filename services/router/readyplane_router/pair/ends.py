@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from readyplane.core.worker import Role
 from readyplane_router.pair.cost import urgency_of
 from readyplane_router.pair.lend import lent_s
-from readyplane_router.pair.seat import Seat
+from readyplane_router.pair.seat import Seat, Times
 from readyplane_router.pair.values import Ask, PairPolicy
 
 PrefillEnd = tuple[float, int, Seat, float]
@@ -22,9 +22,15 @@ DecodeEnd = tuple[float, int, Seat, float]
 def prefill_ends(
     ask: Ask, seats: Sequence[Seat], policy: PairPolicy, now_s: float
 ) -> tuple[list[PrefillEnd], list[PrefillEnd]]:
-    """Prefill ends that may take it now, and those that already have enough work."""
+    """Prefill ends that may take it now, and those that already have enough work.
+
+    A worker that holds a part of the prompt may have as much more work as that saves, where another
+    is free and the prompt would go there, cold. Where nobody is free it waits in the router, which
+    can still put others before it.
+    """
     ready: list[PrefillEnd] = []
     busy: list[PrefillEnd] = []
+    warm: list[PrefillEnd] = []
     isl, cached_of, avoid = ask.isl, ask.cached_tokens, ask.avoid
     urgency, slow = urgency_of(ask, policy), policy.slowdown_weight
     wished = ask.wished
@@ -46,35 +52,47 @@ def prefill_ends(
         if times is not seat.times:
             times = seat.times
             uncached_s = times.prefill_s(isl, 0)
-        own_s, ahead_s = uncached_s, policy.prefill_ahead_s
+        own_s, saved_s = uncached_s, 0.0
         if cached:
-            cached = min(cached, isl - 1)
-            which = (id(seat.times), cached)
-            found = known.get(which)
-            if found is None:
-                found = known[which] = seat.times.prefill_s(isl - cached, cached)
-            own_s = found
-            ahead_s += (uncached_s - own_s) * seat.prefill_factor  # as `ahead_max_s`
+            own_s = _cached_s(seat.times, isl, min(cached, isl - 1), known)
+            saved_s = uncached_s - own_s
         own_s *= seat.prefill_factor
         queue_s = (
             seat.remaining_s(now_s) if seat.works or seat.foreign_tokens else seat.other_work_s
         )
         if wished:
             queue_s += wished.get(seat.key, 0.0)
-        cost = urgency * queue_s + weight * own_s
+        # Who waits for a prefill worker loses nothing by what a lent one does.
+        cost = urgency * queue_s + (urgency if seat.lent else weight) * own_s
         if seat.decoding:
             cost += slow * own_s * seat.decoding
             if seat.lent and served:
                 queue_s = max(queue_s, lent_s(ask, seat, own_s, now_s=now_s))
-        (ready if queue_s <= ahead_s else busy).append((cost, seat.last_used, seat, queue_s))
-    return ready, busy
+        end = (cost, seat.last_used, seat, queue_s)
+        over_s = queue_s - policy.prefill_ahead_s
+        waits = over_s <= saved_s * seat.prefill_factor and not seat.lent  # as `ahead_max_s`
+        (ready if over_s <= 0.0 else warm if waits else busy).append(end)
+    if ready:
+        return ready + warm, busy
+    return ready, busy + warm
+
+
+def _cached_s(times: Times, isl: int, cached: int, known: dict[tuple[int, int], float]) -> float:
+    """Prefill seconds of what is not cached; `known`: those found for this prompt already."""
+    which = (id(times), cached)
+    found = known.get(which)
+    if found is None:
+        found = known[which] = times.prefill_s(isl - cached, cached)
+    return found
 
 
 def ahead_max_s(ask: Ask, seat: Seat, policy: PairPolicy) -> float:
-    """Work that a prefill worker may have and still be given the prompt.
+    """Work that a prefill worker may have and still be given the prompt, where another is free.
 
     What its cache saves of the prompt may be waited for there: it would not be done sooner elsewhere.
     """
+    if seat.lent:
+        return policy.prefill_ahead_s
     cached = min(ask.cached_tokens.get(seat.key, 0), ask.isl - 1)
     whole_s, own_s = seat.times.prefill_s(ask.isl), seat.times.prefill_s(ask.isl - cached, cached)
     return policy.prefill_ahead_s + (whole_s - own_s) * seat.prefill_factor
@@ -95,7 +113,8 @@ def holding_ends(
     urgency, slow = urgency_of(ask, policy), policy.slowdown_weight
     for seat in seats:
         cached = cached_of.get(seat.key, 0)
-        if not cached or seat.role is not Role.DECODE or not holds_all(isl, cached, seat):
+        decodes = seat.role is Role.DECODE or seat.lent
+        if not cached or not decodes or not holds_all(isl, cached, seat):
             continue
         cached = min(cached, isl - 1)
         own_s = seat.times.prefill_s(isl - cached, cached) * seat.prefill_factor

@@ -11,7 +11,7 @@ from typing import Any
 
 from readyplane.core.identity import compatible
 from readyplane_router.pair.cost import pair_terms
-from readyplane_router.pair.ends import ahead_max_s, holding_ends, takes
+from readyplane_router.pair.ends import ahead_max_s, holding_ends, prefill_ends, takes
 from readyplane_router.pair.seat import Seat
 from readyplane_router.pair.values import NO_CONNECTOR, Ask, PairPolicy, Terms
 
@@ -81,6 +81,8 @@ def _explain_stage(
     now_s: float,
 ) -> list[Seat]:
     fit = []
+    ready, _ = prefill_ends(ask, seats, policy, now_s) if stage == "prefill" else ([], [])
+    open_now = {end[2].key for end in ready}
     for seat in seats:
         why = ""
         wanted = ask.isl + (ask.output_reserved if stage == "decode" else 0)
@@ -94,11 +96,9 @@ def _explain_stage(
             why = f"{seat.occupied()} of {seat.sequences_cap} sequences"
         elif wanted > seat.free_blocks() * seat.block_size:
             why = f"{seat.free_blocks()} KV blocks free"
-        elif stage == "prefill" and seat.remaining_s(now_s) > ahead_max_s(ask, seat, policy):
-            why = (
-                f"{seat.remaining_s(now_s):.3f} s of prefill work promised, "
-                f"{ahead_max_s(ask, seat, policy):g} s at most"
-            )
+        elif stage == "prefill" and seat.key not in open_now:
+            most_s = ahead_max_s(ask, seat, policy) if open_now else policy.prefill_ahead_s
+            why = f"{seat.remaining_s(now_s):.3f} s of prefill work promised, {most_s:g} s at most"
         elif stage == "decode" and not takes(ask, seat, policy):
             why = f"TPOT would pass {ask.slo.tpot_s * policy.tpot_admit:.4f} s"
         if why:
