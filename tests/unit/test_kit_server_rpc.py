@@ -50,6 +50,7 @@ HTTP = {
 class Router(router_pb2_grpc.RouterServicer):
     Register = Session = Admit = Drain = ListWorkers = None  # type: ignore[assignment]
     ReportRank = Leave = Complete = GetSignals = Activate = Flip = None  # type: ignore[assignment]
+    Move = Ration = RouteBatch = RouteStream = None  # type: ignore[assignment]
 
     async def Route(self, request: Any, context: Any) -> Any:
         if request.model in ERRORS:
