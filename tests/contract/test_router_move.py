@@ -10,19 +10,22 @@ from tests.contract.test_router_requests import serving
 from tests.router_world import FakeWorker, offer, shape
 
 
-async def test_a_move_over_grpc_is_the_router_s_own() -> None:
+@pytest.mark.parametrize("role", [Role.DECODE, Role.BOTH])
+@pytest.mark.parametrize("isl", [3, 100])
+async def test_a_move_over_grpc_is_the_router_s_own(role: Role, isl: int) -> None:
+    """To whoever decodes, also a convertible worker, and with less KV than a block."""
     async with serving("alone") as case:
         mover: Mover = case.client
-        pair = await case.client.route(shape("r"))
+        pair = await case.client.route(shape("r", isl=isl))
         told = [EventKind.PREFILL_DONE, EventKind.FIRST_TOKEN]
         await case.client.complete([RequestEvent(pair.reservation_id, kind) for kind in told])
-        with pytest.raises(Overloaded, match="nobody can go on"):
+        with pytest.raises(Overloaded, match="no other decode worker"):
             await mover.move(
-                shape("r"), reservation_id=pair.reservation_id, worker_id="d0", emitted=9
+                shape("r", isl=isl), reservation_id=pair.reservation_id, worker_id="d0", emitted=9
             )
-        await FakeWorker(case.service, offer("d1", Role.DECODE)).start()
+        await FakeWorker(case.service, offer("d1", role)).start()
         moved = await mover.move(
-            shape("r"), reservation_id=pair.reservation_id, worker_id="d0", emitted=9
+            shape("r", isl=isl), reservation_id=pair.reservation_id, worker_id="d0", emitted=9
         )
         assert (moved.decode.worker_id, moved.local) == ("d1", True)
         assert await case.used() == 1

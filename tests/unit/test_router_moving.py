@@ -87,7 +87,7 @@ def test_only_a_worker_whose_kv_fits_goes_on_with_it() -> None:
         await world.worker(router, "d1", Role.DECODE)
         pair = await decoding(world, router)
         await world.worker(router, "d2", Role.DECODE, attached=True, serves=serving(kv=OTHER))
-        with pytest.raises(Overloaded, match="nobody can go on"):
+        with pytest.raises(Overloaded, match="no other decode worker"):
             await router.move(
                 shape("r"), reservation_id=pair.reservation_id, worker_id="d1", emitted=8
             )

@@ -103,14 +103,18 @@ class Moving:
             now_s,
             granted,
         )
-        ask = replace(desk.ask(entry, now_s=now_s), cached_tokens=dict.fromkeys(fits, whole.isl))
+        ask = replace(
+            desk.ask(entry, now_s=now_s),
+            cached_tokens=dict.fromkeys(fits, whole.isl),
+            brings_kv=True,
+        )
         able = [seat for seat in desk.decodes if seat.key in fits]
         # Whoever holds all of it serves it alone, whatever the policy says of other prompts.
         policy = replace(self._policy.pair, skip_prefill=True)
         verdict = decide(ask, (), able, policy, now_s=now_s)
         if not isinstance(verdict, Chosen):
             self.refused += 1
-            raise Overloaded(f"nobody can go on with it: {verdict.reason}", desk.retry_after_s())
+            raise Overloaded("no other decode worker that fits has room for it now", desk.retry_after_s())
         held = desk.book(new_id, whole, verdict, hashes=(), waited_s=0.0, now_s=now_s)
         desk.decodes_already(held, emitted, now_s=now_s)
         return held

@@ -114,7 +114,8 @@ def holding_ends(
     for seat in seats:
         cached = cached_of.get(seat.key, 0)
         decodes = seat.role is Role.DECODE or seat.lent
-        if not cached or not decodes or not holds_all(isl, cached, seat):
+        holds = decodes and holds_all(isl, cached, seat)
+        if not cached or not (holds or ask.brings_kv):
             continue
         cached = min(cached, isl - 1)
         own_s = seat.times.prefill_s(isl - cached, cached) * seat.prefill_factor

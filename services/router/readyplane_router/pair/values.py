@@ -65,6 +65,7 @@ class Ask:
             it could first have gone, and waited for a better worker instead.
         wished: by seat key, seconds of prefill of those before it that wait for that very worker.
         behind: requests that wait as well, by prefill worker: each is held up by its prefill.
+        brings_kv: it goes on, with its KV: any decode worker serves it alone.
         avoid: worker ids not to be used. cut: by seat key of a decode worker, those of prefill
             workers from which KV does not reach it now.
     """
@@ -80,6 +81,7 @@ class Ask:
     held_s: float = 0.0
     wished: Mapping[str, float] = field(default_factory=dict)
     behind: float = 0.0
+    brings_kv: bool = False
     avoid: frozenset[str] = frozenset()
     cut: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
