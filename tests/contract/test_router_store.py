@@ -314,6 +314,24 @@ async def test_reservations_run_out_unless_extended_and_are_told_once(case: Case
     assert await store.release(M, [("short", ALL_SIDES)]) == 1
 
 
+async def test_the_store_says_which_reservations_it_lacks(case: Case) -> None:
+    store = case.store
+    await seated(store, "p0")
+    await seated(store, "d0")
+    assert await store.missing(M, []) == []
+    await store.take(M, pair("swept", ttl_s=0.2))
+    await store.take(M, pair("kept"))
+    assert await store.missing(M, ["nobody", "swept", "kept"]) == ["nobody"]
+    await case.passing(0.25)
+    assert await store.missing(M, ["swept"]) == []  # due, and still counted until it is swept
+    assert await store.sweep(M) == ["swept"]
+    assert await store.release(M, [("kept", 0)]) == 0
+    assert await store.missing(M, ["swept", "kept"]) == ["swept"]  # one side of it is left
+    assert (await store.usage(M))["d0"] == Use(1, 10)  # asking changed nothing
+    assert await store.release(M, [("kept", 1)]) == 0
+    assert await store.missing(M, ["swept", "kept"]) == ["swept", "kept"]
+
+
 async def test_what_was_promised_without_the_store_is_put_back_compared_by_nobody(
     case: Case,
 ) -> None:

@@ -22,6 +22,10 @@ from readyplane_router.store import Store
 
 ENDS = (EventKind.FINISHED, EventKind.ABORTED, EventKind.LEG_FAILED)
 OWED_MAX = 100_000
+OVERDUE_TTLS = (
+    1.5  # unheard of for so many lives: who swept it at the store, if anyone, has done so
+)
+ASKED_RESERVATIONS_MAX = 500  # a model and round
 
 
 class Ledger:
@@ -40,6 +44,8 @@ class Ledger:
         self._desks = desks
         self._owed: dict[str, list[tuple[str, int]]] = {}
         self._incomplete: dict[str, list[str]] = {}
+        self._missing: dict[str, list[tuple[str, Held]]] = {}
+        self._asked: dict[str, int] = {}
 
     async def take(self, desk: Desk, held: Held) -> Taken:
         """Make a booking binding for all routers; without the store it binds this one only."""
@@ -104,10 +110,36 @@ class Ledger:
             # After an absence each router needs a while to put back what ran out there meanwhile.
             for reservation_id in await self._store.sweep(model) if sweeping else ():
                 desk.ran_out(reservation_id, now_s=now_s)
+            if sweeping:
+                await self._hear_of_swept(model, desk)
             if self._link.routers > 1 or any(s.other_sequences for s in desk.seats.values()):
                 used = await self._store.usage(model)
                 for seat in desk.seats.values():
                     learn(seat, used.get(seat.worker_id, Use()))
+
+    async def _hear_of_swept(self, model: str, desk: Desk) -> None:
+        """Give up what the store let run out at another router, or in an answer that was lost.
+
+        A sweep is told once, to whoever swept. What the store lacks is given up a round later:
+        by then it is known that this was no new life of it, which is told all again instead.
+        """
+        now_s = self._clock.monotonic_s()
+        heard_s = now_s - OVERDUE_TTLS * self._policy.reservation_ttl_s
+        for rid, held in self._missing.pop(model, ()):
+            if desk.held.get(rid) is held and held.heard_s < heard_s:
+                desk.ran_out(rid, now_s=now_s)
+        overdue = [
+            (rid, held)
+            for rid, held in desk.held.items()
+            if held.heard_s < heard_s and held.in_store and held.pair is not None
+        ]
+        if not overdue:
+            return
+        start = self._asked.get(model, 0)  # in turn: some may live on, heard of at other routers
+        some = overdue[start : start + ASKED_RESERVATIONS_MAX]
+        self._asked[model] = start + len(some) if start + len(some) < len(overdue) else 0
+        gone = set(await self._store.missing(model, [rid for rid, _ in some]))
+        self._missing[model] = [(rid, held) for rid, held in some if rid in gone]
 
     def _run_out(self, *, absent: bool) -> None:
         """Give up, by this router's clock, what the store could not let run out.
@@ -131,6 +163,7 @@ class Ledger:
         """
         self._run_out(absent=True)
         self._incomplete.clear()
+        self._missing.clear()
         for model, desk in self._desks.items():
             await self._put_back(model, list(desk.held))
 

@@ -295,6 +295,11 @@ class RedisStore:
         if reservation_ids:
             await self._call("extend", model, _ms(ttl_s), *reservation_ids)
 
+    async def missing(self, model: str, reservation_ids: Sequence[str]) -> list[str]:
+        if not reservation_ids:
+            return []
+        return [raw.decode() for raw in await self._call("missing", model, *reservation_ids)]
+
     async def sweep(self, model: str) -> list[str]:
         return [raw.decode() for raw in await self._call("sweep", model, SWEEP_MAX)]
 

@@ -175,6 +175,10 @@ class Seats:
             if found is not None:
                 found.expires_s = until_s
 
+    def missing(self, reservation_ids: Sequence[str]) -> list[str]:
+        """Those that are not there."""
+        return [rid for rid in reservation_ids if rid not in self.reservations]
+
     def sweep(self, *, now_s: float) -> list[str]:
         """Release reservations that have run out."""
         over = [rid for rid, r in self.reservations.items() if r.expires_s <= now_s][:SWEEP_MAX]

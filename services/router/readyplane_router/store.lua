@@ -371,6 +371,15 @@ function ops.extend()
   return 1
 end
 
+-- rids; answers those that are not there
+function ops.missing()
+  local out = {}
+  for i = 4, #ARGV do
+    if redis.call('HEXISTS', reservations, ARGV[i]) == 0 then out[#out + 1] = ARGV[i] end
+  end
+  return out
+end
+
 -- limit
 function ops.sweep()
   local over = redis.call('ZRANGEBYSCORE', expiries, '-inf', now_ms(), 'LIMIT', 0, ARGV[4])

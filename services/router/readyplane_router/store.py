@@ -186,6 +186,10 @@ class Store(RationStore, SignalStore, Protocol):
         """Let reservations live on."""
         ...
 
+    async def missing(self, model: str, reservation_ids: Sequence[str]) -> list[str]:
+        """Those of the reservations that the store does not have; changes nothing."""
+        ...
+
     async def sweep(self, model: str) -> list[str]:
         """Release reservations that have run out; each is reported by exactly one call."""
         ...
@@ -376,6 +380,9 @@ class MemoryStore(MemoryRations, MemorySignals):
     async def extend(self, model: str, reservation_ids: Sequence[str], *, ttl_s: float) -> None:
         until_s = self._clock.monotonic_s() + ttl_s
         self._model(model).seats.extend(reservation_ids, until_s=until_s)
+
+    async def missing(self, model: str, reservation_ids: Sequence[str]) -> list[str]:
+        return self._model(model).seats.missing(reservation_ids)
 
     async def sweep(self, model: str) -> list[str]:
         return self._model(model).seats.sweep(now_s=self._clock.monotonic_s())
