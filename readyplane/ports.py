@@ -197,11 +197,13 @@ class RenewalAnswer:
     """The lease as it now stands, and directives (repeated until done).
 
     `heard`: the router said so; False after a quiet renewal that nobody waited for.
+    `age_s`: seconds since it was asked, for one that is read with a later renewal.
     """
 
     lease: Lease
     directives: tuple[Directive, ...] = ()
     heard: bool = True
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,34 +44,90 @@ from readyplane.v1 import router_pb2_grpc
 ROUTE_TIMEOUT_S = 60.0
 RETRY_MAX_S = 1.0
 GIVE_BACK_S_MAX = 1.0
+UNANSWERED_MAX = 256
+"""Messages of a session of which it is kept when they were sent."""
 
 
 class _Session:
-    """One worker's stream: a message is written, its answer read, before the next is written."""
+    """One worker's stream: messages are written in turn; answers are read whenever they come.
 
-    def __init__(self) -> None:
+    A read that starts with a message finds nothing yet, whatever lies there: so one reader waits all
+    the time, and what it has is what there is. Of several answers the newest counts.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
         self.turn = asyncio.Lock()
         self.stream: Any = None
         self.number = 0
         self.answer: RenewalAnswer | None = None
-        self._reading: asyncio.Task[Any] | None = None
+        self._now_s = now_s
+        self._asked_s: dict[int, float] = {}
+        self._newest: pb.SessionResponse | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._came = asyncio.Event()
+
+    def open(self, stream: Any) -> None:
+        self.stream = stream
+        self._came = asyncio.Event()
+        self._reader = asyncio.ensure_future(self._read(stream, self._came))
+        self._reader.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def drop(self) -> None:
         stream, self.stream = self.stream, None
-        self._reading, self.answer = None, None
+        self._reader, self.answer, self._newest = None, None, None
+        self._asked_s.clear()
         if stream is not None:
             stream.cancel()
 
-    def reading(self) -> asyncio.Task[Any]:
-        """The next answer; one read at a time, kept while nobody waits for it."""
-        if self._reading is None:
-            self._reading = asyncio.ensure_future(self.stream.read())
-            self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return self._reading
+    async def _read(self, stream: Any, came: asyncio.Event) -> None:
+        try:
+            while (message := await stream.read()) is not grpc.aio.EOF:
+                if stream is self.stream:
+                    self._newest = message
+                    came.set()
+        finally:
+            came.set()
 
-    def read(self) -> None:
-        """What was read has been used."""
-        self._reading = None
+    def ask(self) -> int:
+        """The number of the next message."""
+        self.number += 1
+        self._asked_s[self.number] = self._now_s()
+        if len(self._asked_s) > UNANSWERED_MAX:
+            del self._asked_s[next(iter(self._asked_s))]
+        return self.number
+
+    async def ended(self) -> bool:
+        """Whether nothing more is to come. Raises what ended the stream, if that is known."""
+        if self._reader is None or not self._reader.done():
+            return False
+        await self._reader
+        return True
+
+    async def answered(self, number: int) -> bool:
+        """Wait for the answer to `number`, passing late ones by; False where the stream ended."""
+        while self._newest is None or self._newest.number not in (0, number):
+            if await self.ended():
+                return False
+            self._came.clear()
+            await self._came.wait()
+        return True
+
+    def taken(self) -> RenewalAnswer | None:
+        """The newest answer that has come, with its age; None where none has."""
+        message, self._newest = self._newest, None
+        if message is None:
+            return None
+        answer = wire.renewal_answer_from_proto(message)
+        self.answer = answer
+        if message.number in (0, self.number):
+            self._asked_s.clear()
+            return answer
+        asked_s = self._asked_s.get(message.number)
+        for number in [n for n in self._asked_s if n <= message.number]:
+            del self._asked_s[number]
+        if asked_s is None:  # so old that it says nothing of whether the router is there
+            return replace(answer, heard=False)
+        return replace(answer, age_s=self._now_s() - asked_s)
 
 
 class RouterClient(ServiceClient):
@@ -128,7 +184,8 @@ class RouterClient(ServiceClient):
     async def renew(self, renewal: Renewal) -> RenewalAnswer:
         """Renew over the worker's stream, opening it anew while the call's bound lasts.
 
-        A quiet one is sent without waiting for its answer; a directive comes with the next one.
+        A quiet one is sent without waiting for its answer; a directive comes with the next one,
+        as old as the message that it answers (`RenewalAnswer.age_s`).
 
         Raises:
             LostLease, StaleEpoch: the lease is over; so is the stream.
@@ -136,7 +193,7 @@ class RouterClient(ServiceClient):
         """
         built("Session", lambda: wire.renewal_to_proto(renewal))
         key = (renewal.worker_id, renewal.incarnation)
-        session = self._sessions.setdefault(key, _Session())
+        session = self._sessions.setdefault(key, _Session(self._clock.monotonic_s))
         fault: ReadyplaneError | None = None
         pause_s = RECONNECT_FIRST_S
         try:
@@ -160,32 +217,29 @@ class RouterClient(ServiceClient):
     async def _exchange(self, session: _Session, renewal: Renewal) -> RenewalAnswer:
         try:
             if session.stream is None:
-                session.stream = self.stub.Session(metadata=self.metadata())
-            stream, last, quiet = session.stream, session.answer, renewal.quiet
-            session.number += 1
-            number = session.number
+                session.open(self.stub.Session(metadata=self.metadata()))
+            stream, last = session.stream, session.answer
+            number = session.ask()
+            # The first of a stream is answered: until then nothing is known that could be told.
+            quiet = renewal.quiet and last is not None
             try:
-                await stream.write(wire.renewal_to_proto(renewal, number=number))
-                while True:
-                    reading = session.reading()
-                    if quiet and last is not None and not reading.done():
-                        return replace(last, directives=(), heard=False)
-                    answer = await reading
-                    session.read()
-                    if answer is grpc.aio.EOF or quiet or answer.number in (0, number):
-                        break  # else a late one to a quiet message
+                message = wire.renewal_to_proto(replace(renewal, quiet=quiet), number=number)
+                await stream.write(message)
+                over = await session.ended() if quiet else not await session.answered(number)
             except RPC_ENDED as error:
                 found = error if isinstance(error, grpc.RpcError) else await status_of(stream)
                 raise self.error(found) from error
-            if answer is grpc.aio.EOF:
+            if over:
                 found = await status_of(stream)
                 if found.code() is not grpc.StatusCode.OK:
                     raise self.error(found)
                 what = f"the router at {self.address} ended the session"
                 raise Unavailable(what, "the next renewal opens another")
-            assert isinstance(answer, pb.SessionResponse)
-            session.answer = wire.renewal_answer_from_proto(answer)
-            return session.answer
+            answer = session.taken()
+            if answer is not None:
+                return answer
+            assert last is not None
+            return replace(last, directives=(), heard=False)
         except BaseException:
             # Whatever went wrong, a late answer must never be taken for that of another message.
             session.drop()

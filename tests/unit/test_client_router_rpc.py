@@ -199,6 +199,35 @@ async def test_a_quiet_renewal_waits_for_nothing_and_misses_nothing(router: Fake
             await client.aclose()
 
 
+async def test_every_answer_that_has_come_is_read_and_the_newest_counts(router: FakeRouter) -> None:
+    """A router that answers every renewal, and an agent that goes on: it never falls behind."""
+
+    def answer(_: Renewal) -> None:
+        router.directives = (Directive("drain", float(len(router.renewals))),)
+
+    router.on_renewal = answer
+    async with serving(router) as (port, _):
+        client = RouterClient(f"127.0.0.1:{port}")
+        quiet = replace(renewal(), quiet=True)
+        try:
+            first = await client.renew(quiet)  # nothing is known yet: it is waited for
+            assert first.heard and first.directives[0].deadline_s == 1.0
+            for number in range(2, 8):
+                late = await client.renew(quiet)
+                if number > 2:
+                    assert late.heard and late.directives[0].deadline_s == number - 1
+                    assert 0.05 <= late.age_s < 1.0
+                await asyncio.sleep(0.1)
+            for _ in range(8):  # in one go: more than one lies there
+                await client.renew(quiet)
+            await asyncio.sleep(0.1)
+            newest = await client.renew(quiet)
+            assert newest.directives[0].deadline_s == 15.0
+            assert router.sessions == 1
+        finally:
+            await client.aclose()
+
+
 async def test_a_router_that_restarts_is_found_again(router: FakeRouter, free_port: int) -> None:
     client = RouterClient(f"127.0.0.1:{free_port}", timeout_s=8.0)
     try:

@@ -198,8 +198,9 @@ class Session:
             log.warning("renewal failed (%s); serving on, asking again in %.1f s", why, wait_s)
             return wait_s
         self.failures = 0
-        if answer.heard:
-            self.contact_s = self._clock.monotonic_s()
+        if answer.heard:  # a late one counts from when it was asked, and never takes contact back
+            asked_s = self._clock.monotonic_s() - answer.age_s
+            self.contact_s = asked_s if self.contact_s is None else max(self.contact_s, asked_s)
         self.lease = answer.lease
         for directive in answer.directives:
             if directive.kind == "replay_kv":
