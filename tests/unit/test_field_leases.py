@@ -195,6 +195,27 @@ def test_b155_reports_are_stamped_when_they_come(off_s: float) -> None:
     on_virtual_time(main, policy=POLICY)
 
 
+def test_b46_an_engine_that_hangs_is_stalled_and_keeps_its_lease() -> None:
+    """Its agent lives and tells the last reading again, older each time; it comes back in place."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        worker = await world.worker(router, "d0", D, renewing=False)
+        seen = LoadReport(running=2, iterations_total=7)
+        await worker.renew(load=seen)
+        for age_s in range(1, 13):
+            await asyncio.sleep(1.0)
+            await worker.renew(load=replace(seen, age_s=float(age_s)))
+        hung = (await router.list_workers()).workers["d0"]
+        assert hung.state is WorkerState.STALLED and hung.load.running == 2
+        await worker.renew(load=replace(seen, iterations_total=8))
+        await asyncio.sleep(1.5)
+        well = (await router.list_workers()).workers["d0"]
+        assert (well.state, well.epoch) == (WorkerState.READY, hung.epoch)
+
+    on_virtual_time(main, policy=POLICY)
+
+
 def test_b156_the_end_of_a_worker_with_a_million_blocks_is_no_pause() -> None:
     """Taking it out costs a small part of what hearing of its blocks did."""
     index = PrefixIndex()

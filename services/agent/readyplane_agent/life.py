@@ -35,6 +35,7 @@ from readyplane_agent.lifecycle import (
     holds_lease,
     step,
 )
+from readyplane_agent.load import LoadReader
 from readyplane_agent.loader import cache_source
 from readyplane_agent.loop import News, Session
 from readyplane_agent.settings import AgentSettings
@@ -99,6 +100,7 @@ class Life:
         self.state = State.NEW
         self.started = Started(settings.serves)
         self.kv = KvForwarder()
+        self._load = LoadReader(engine, clock)
         self.drain_until_s: float | None = None
         self.ready_s: float | None = None
         self.up_s: float | None = None  # the start is over: it serves, or stands by
@@ -255,7 +257,7 @@ class Life:
             self.trace.failure = end.why
             log.error("failed: %s", end.why)
         self._start.stop()
-        for task in [*self._tasks, *([self._rejoining] if self._rejoining else [])]:
+        for task in [*self._tasks, *self._load.asking, *filter(None, [self._rejoining])]:
             task.cancel()
         self.transfer.drain()
         had = self.session.lease is not None
@@ -399,7 +401,7 @@ class Life:
             # The finished segments are told once more after admission, then never again.
             self._told_ready = self.up_s is not None and self.session.failures == 0
         lives = self.state in SERVES or self.state in WAITS
-        load = await self.engine.load_report() if lives else None
+        load = await self._load.report(self._lease().ttl_s) if lives else None
         within_s = START_NEWS_S if starting else None
         if self.state in {State.DRAINING, State.FLIPPING}:
             within_s = DRAIN_NEWS_S

@@ -51,6 +51,7 @@ class Member:
     progress: StartProgress | None = None
     load: LoadReport = field(default_factory=LoadReport)
     load_s: float | None = None
+    told_s: float = 0.0
     checks: tuple[CheckResult, ...] = ()
     drain_reason: str = ""
     drain_deadline_s: float = 0.0
@@ -189,7 +190,7 @@ class Member:
         )
         if moved:
             self.moved_s = now_s
-        self.load, self.load_s = load, now_s - load.age_s
+        self.load, self.load_s, self.told_s = load, now_s - load.age_s, now_s
         seat = self.seat
         if seat is None:
             return
@@ -204,13 +205,13 @@ class Member:
             seat.foreign_blocks = max(0, load.kv_used_blocks - promised_blocks)
 
     def stalled_for_s(self) -> float:
-        """Seconds with running sequences and no iteration, by fresh reports; 0 when alive or idle.
+        """Seconds with running sequences and no iteration, as was told; 0 when alive or idle.
 
-        An engine without the counter, and one that is idle, is never called stalled (B46, B48).
+        An old reading told again counts: an engine that hangs answers nobody. An engine without the counter, and one that is idle, is never called stalled (B46, B48).
         """
-        if not self.load.running or self.load.iterations_total is None or self.load_s is None:
+        if not self.load.running or self.load.iterations_total is None:
             return 0.0
-        return max(0.0, self.load_s - self.moved_s)
+        return max(0.0, self.told_s - self.moved_s)
 
 
 def check_offer(offer: WorkerOffer) -> None:
