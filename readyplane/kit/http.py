@@ -5,13 +5,15 @@ Owned by `readyplane.kit.server`. Middleware is plain ASGI, so that streams pass
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import math
 import secrets
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -23,9 +25,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unauthenticated, UnknownField
 from readyplane.kit import telemetry
 from readyplane.kit.auth import OPEN_HTTP_PATHS, TokenCheck
+from readyplane.kit.reading import half_character
 from readyplane.wire.errors import error_to_document, http_status
 
+CLIENT_GONE = 499
+# How a lone surrogate begins in JSON: escaped, or in bytes that Python's reader lets pass.
+SURROGATES = (b"\\ud", b"\\uD", b"\xed")
+
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def make_app(
@@ -35,7 +43,8 @@ def make_app(
     readiness: Callable[[], tuple[bool, str]],
 ) -> FastAPI:
     """An application with what every service answers; routers are added to it."""
-    app = FastAPI(title=f"Readyplane {name}", version="1")
+    whole = [Depends(_check_text)]
+    app = FastAPI(title=f"Readyplane {name}", version="1", dependencies=whole)
 
     @app.get("/healthz", include_in_schema=False)
     async def healthz() -> dict[str, str]:
@@ -59,6 +68,47 @@ def make_app(
     return app
 
 
+async def while_asked(
+    request: Request, work: Coroutine[Any, Any, T], give_back: Callable[[T], Awaitable[object]]
+) -> T:
+    """What `work` finds, which is cancelled when the client goes; the body must have been read.
+
+    Args:
+        give_back: called with what was found in the very moment in which the client went.
+
+    Raises:
+        HTTPException: the client has gone; nobody reads it.
+    """
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not gone.done():
+            return working.result()
+        working.cancel()
+        await asyncio.wait({working})
+        if not working.cancelled() and working.exception() is None:
+            await give_back(working.result())
+        raise HTTPException(CLIENT_GONE, "the client has gone")
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Json(JSONResponse):
+    """JSON that can always be sent: half a character that a client wrote comes back as `?`."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(
+            content, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        ).encode("utf-8", "replace")
+
+
 def error_response(error: ReadyplaneError) -> JSONResponse:
     """The REST answer to an error, with `Retry-After` where it says when."""
     headers = {}
@@ -66,7 +116,22 @@ def error_response(error: ReadyplaneError) -> JSONResponse:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_to_document(error), status_code=http_status(error), headers=headers)
+    return _Json(error_to_document(error), status_code=http_status(error), headers=headers)
+
+
+async def _check_text(request: Request) -> None:
+    """Refuse text that could not be passed on; a route that reads its body itself bounds it first."""
+    if getattr(request.scope.get("route"), "body_field", None) is None:
+        return
+    body = await request.body()
+    if not any(mark in body for mark in SURROGATES):
+        return
+    try:
+        found = half_character(await request.json())
+    except (ValueError, RecursionError):
+        return  # the route says what is wrong
+    if found is not None:
+        raise InvalidField(*found, "write whole characters: a surrogate needs its other half")
 
 
 async def _on_error(_request: Request, error: Exception) -> Response:

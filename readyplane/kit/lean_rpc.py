@@ -35,6 +35,7 @@ from readyplane.core.errors import (
 )
 from readyplane.kit.auth import HEADER, TokenCheck
 from readyplane.kit.hpack import Decoder, HpackError, literal
+from readyplane.kit.reading import body_of, read
 from readyplane.wire.errors import DETAILS_KEY, error_to_status
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -294,10 +295,8 @@ class _Connection(asyncio.Protocol):
             raise _Broken(COMPRESSION_ERROR, str(error)) from error
         stream = self._streams.get(number)
         if number <= self._newest:
-            if stream is not None and flags & END_STREAM and stream.talks:
-                self._hear(number, stream, b"", over=True)
-            elif stream is not None and flags & END_STREAM and stream.task is None:  # trailers
-                self._begin(number, stream)
+            if stream is not None:  # else it has ended meanwhile
+                self._trailers(flags, number, stream)
             return
         if not number & 1:
             raise _Broken(PROTOCOL_ERROR, "a client's streams are odd")
@@ -308,8 +307,18 @@ class _Connection(asyncio.Protocol):
         stream = self._streams[number] = self._opened(dict(headers))
         if stream.talks:
             self._hear(number, stream, b"", over=bool(flags & END_STREAM))
-        elif flags & END_STREAM or (stream.method is not None and stream.method.conversation):
+        elif flags & END_STREAM or stream.refusal is not None:  # whoever is refused need not go on
             self._begin(number, stream)
+
+    def _trailers(self, flags: int, number: int, stream: _Stream) -> None:
+        """Headers after those that opened a stream may only end it, and only once."""
+        if flags & END_STREAM and stream.talks and not stream.over:
+            self._hear(number, stream, b"", over=True)
+        elif flags & END_STREAM and not stream.talks and stream.task is None:
+            self._begin(number, stream)
+        else:
+            self._reset(number)
+            self._transport.write(frame(RST_STREAM, 0, number, _NUMBER.pack(PROTOCOL_ERROR)))
 
     def _opened(self, headers: Mapping[bytes, bytes]) -> _Stream:
         path = headers.get(b":path", b"")
@@ -377,7 +386,7 @@ class _Connection(asyncio.Protocol):
         assert method is not None
         parts, stream.parts = stream.parts, []
         try:
-            answer = await method.call(method.parse(_message(parts)))
+            answer = await method.call(read(method.parse, body_of(parts)))
             assert answer is not None
             self._answer(number, stream, answer.SerializeToString())
         except Exception as error:  # noqa: BLE001 - it becomes a status, and is logged
@@ -429,7 +438,7 @@ class _Connection(asyncio.Protocol):
         try:
             while stream.inbox:
                 body = stream.inbox.popleft()
-                answer = await method.call(method.parse(_message([body])))
+                answer = await method.call(read(method.parse, body_of([body])))
                 stream.size -= len(body)
                 self._buffered -= len(body)
                 if answer is not None:
@@ -578,23 +587,3 @@ def _unpadded(body: bytes) -> bytes:
     if not body or body[0] >= len(body):
         raise _Broken(PROTOCOL_ERROR, "more padding than there is")
     return body[1 : len(body) - body[0]]
-
-
-def _message(parts: list[bytes]) -> bytes:
-    """The one message of a call.
-
-    Raises:
-        Unsupported: it is compressed. InvalidField: it is not one message.
-    """
-    if len(parts) > 1 and len(parts[0]) < _PREFIX.size:
-        parts = [b"".join(parts)]
-    first = parts[0] if parts else b""
-    if len(first) < _PREFIX.size:
-        raise InvalidField("message", len(first), "send one message a call")
-    compressed, size = _PREFIX.unpack_from(first)
-    if compressed:
-        raise Unsupported("a compressed message", "send it as it is")
-    body = b"".join((first[_PREFIX.size :], *parts[1:]))  # put together once: it may be large
-    if size != len(body):
-        raise InvalidField("message", size, "send one message a call, and all of it")
-    return body

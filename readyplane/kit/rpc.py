@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from readyplane.core.errors import ReadyplaneError, Unavailable
+from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
 from readyplane.kit import telemetry
 from readyplane.kit.auth import OPEN_RPC_PREFIXES, TokenCheck
+from readyplane.kit.reading import read
 from readyplane.wire.errors import DETAILS_KEY, error_to_status, grpc_code
 
 # grpc's core writes to stderr by itself, about ends and forks that our own logs already tell.
@@ -92,15 +93,20 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             inner = self._stream(behaviour)
         else:  # an awaitable that calls context.write
             inner = self._tracked(self._unary(behaviour))
+        parse = handler.request_deserializer
+        if not handler.request_streaming and parse is not None:
+            parse = _reading(parse)
         return make(
             inner,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=parse,
             response_serializer=handler.response_serializer,
         )
 
     def _unary(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> Any:
             try:
+                if isinstance(request, InvalidField):
+                    raise request
                 if not telemetry.tracing_on():
                     return await behaviour(request, context)
                 with self._span(behaviour, context):
@@ -118,6 +124,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             assert task is not None
             self._streams.add(task)
             try:
+                if isinstance(request, InvalidField):
+                    raise request
                 async with aclosing(behaviour(request, context)) as answers:  # type: ignore[type-var]
                     async for answer in answers:
                         yield answer
@@ -161,6 +169,18 @@ def _kind(handler: Handler) -> tuple[str, Callable[..., Handler]]:
         (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
         (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
     }[streams]
+
+
+def _reading(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """What cannot be read is handed on as its error: raised here, gRPC would answer in its own words."""
+
+    def readable(body: bytes) -> Any:
+        try:
+            return read(parse, body)
+        except InvalidField as error:
+            return error
+
+    return readable
 
 
 def _refusing(handler: Handler, error: ReadyplaneError) -> Handler:

@@ -120,6 +120,33 @@ async def test_errors_arrive_as_they_were_raised() -> None:
         assert isinstance(wire.error_from_rpc(found.value), Unsupported)
 
 
+async def test_a_stream_that_is_not_served_is_refused_before_it_says_anything() -> None:
+    async with serving() as (_, channel):
+        call: Any = channel.stream_stream(
+            "/t.Test/Stream",
+            request_serializer=pb.RouteRequest.SerializeToString,
+            response_deserializer=pb.RouteResponse.FromString,
+        )()
+        with pytest.raises(grpc.aio.AioRpcError) as found:  # nothing written, nothing half-closed
+            await asyncio.wait_for(call.read(), 5.0)
+    assert found.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "call it on the other gRPC port" in str(found.value.details())
+
+
+async def test_bytes_that_nobody_can_read_are_the_callers_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving() as (_, channel):
+        call: Any = channel.unary_unary(ECHO)
+        with pytest.raises(grpc.aio.AioRpcError) as found:
+            await call(b"\xff\xff\xff")
+    assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = wire.error_from_rpc(found.value)
+    assert isinstance(error, InvalidField)
+    assert (error.field, error.value) == ("message", "3 bytes")
+    assert not caplog.records
+
+
 async def test_compressed_messages_are_refused_with_a_reason() -> None:
     async with serving() as (world, channel):
         request = pb.RouteRequest(request_id="r" * 1_000)
@@ -229,6 +256,18 @@ async def test_who_breaks_the_protocol_is_told_and_closed(data: bytes, code: int
     async with serving() as (world, channel), talking(world) as say:
         assert goaway(await say(PREFACE + frame(SETTINGS, 0, 0, b"") + data)) == code
         assert (await world.call(channel, ECHO, pb.RouteRequest(request_id="r"))).reservation_id
+
+
+@pytest.mark.parametrize("flags", [4, 5])
+async def test_headers_that_open_a_stream_twice_reset_it(flags: int) -> None:
+    head = b"\x83\x86\x04" + bytes((len(SLOW),)) + SLOW.encode()
+    message = frame(DATA, flags & 1, 1, b"\0\0\0\0\0")  # with the end: the call is under way
+    again = frame(HEADERS, flags, 1, head) + frame(5, 4, 1, b"")  # and then what closes it all
+    data = PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, 4, 1, head) + message + again
+    async with serving() as (world, _), talking(world) as say:
+        heard = await say(data)
+        assert frame(3, 0, 1, b"\0\0\0\1") in heard
+        assert not any(connection.tasks() for connection in world.server.connections)
 
 
 async def test_another_protocol_is_closed() -> None:

@@ -229,6 +229,34 @@ async def test_a_bug_is_logged_under_an_id_and_keeps_its_text_to_itself(
         assert text.rpartition(" ")[2] in ids
 
 
+async def test_bytes_that_nobody_can_read_are_the_callers_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make(tmp_path)
+    async with running(server), grpc.aio.insecure_channel(server.grpc_address) as channel:
+        route: Any = channel.unary_unary(f"/{NAME}/Route")
+        watch: Any = channel.unary_stream(f"/{NAME}/Watch")
+        for call in (route(b"\xff\xff\xff"), watch(b"\xff\xff\xff").read()):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            found = error_from_rpc(caught.value)
+            assert isinstance(found, InvalidField)
+            assert (found.field, found.value) == ("message", "3 bytes")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"isl": "\\ud800"}', b'{"isl": 1, "\\ud800": 2}', b'"\\ud800"', b'{"isl": "\xff"}']
+)
+async def test_half_a_character_is_a_wrong_field(tmp_path: Path, body: bytes) -> None:
+    async with running(make(tmp_path)) as (_, client):
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/v1/shape", content=body, headers=headers)
+    assert 400 <= answer.status_code < 500
+    assert answer.json()["error"]["reason"] in {"InvalidField", "UnknownField", "HttpError"}
+
+
 @pytest.mark.parametrize(
     "body, field",
     [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from readyplane.core.errors import InvalidField
@@ -16,6 +16,7 @@ from readyplane.core.ration import Ration
 from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, pack_tokens
 from readyplane.core.worker import Fleet, Role, Worker
 from readyplane.kit.clock import Clock
+from readyplane.kit.http import while_asked
 from readyplane.ports import Pair
 from readyplane_router.service import RouterService
 
@@ -142,15 +143,20 @@ def routes(service: RouterService, clock: Clock) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["router"])
 
     @router.post("/route", summary="Pick and reserve a pair")
-    async def route(body: RouteBody) -> dict[str, Any]:
-        pair = await service.route(
+    async def route(body: RouteBody, request: Request) -> dict[str, Any]:
+        routing = service.route(
             body.shape(),
             replaces=body.replaces,
             avoid=body.avoid,
             explain=body.explain,
             dry_run=body.dry_run,
         )
-        return _pair(pair)
+
+        async def give_back(pair: Pair) -> None:
+            if not body.dry_run:
+                await service.complete([RequestEvent(pair.reservation_id, EventKind.ABORTED)])
+
+        return _pair(await while_asked(request, routing, give_back))
 
     @router.post("/complete", summary="Tell what became of reserved requests")
     async def complete(body: CompleteBody) -> dict[str, int]:
