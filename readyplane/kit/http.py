@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unauthenticated, UnknownField
 from readyplane.kit import telemetry
 from readyplane.kit.auth import OPEN_HTTP_PATHS, TokenCheck
-from readyplane.kit.reading import half_character
+from readyplane.kit.reading import check_text
 from readyplane.wire.errors import error_to_document, http_status
 
 CLIENT_GONE = 499
@@ -127,11 +127,10 @@ async def _check_text(request: Request) -> None:
     if not any(mark in body for mark in SURROGATES):
         return
     try:
-        found = half_character(await request.json())
+        document = await request.json()
     except (ValueError, RecursionError):
         return  # the route says what is wrong
-    if found is not None:
-        raise InvalidField(*found, "write whole characters: a surrogate needs its other half")
+    check_text(document)
 
 
 async def _on_error(_request: Request, error: Exception) -> Response:

@@ -33,6 +33,7 @@ from readyplane.core.errors import (
     Unavailable,
     Unsupported,
 )
+from readyplane.kit import lean_guard
 from readyplane.kit.auth import HEADER, TokenCheck
 from readyplane.kit.hpack import Decoder, HpackError, literal
 from readyplane.kit.reading import body_of, read
@@ -122,6 +123,7 @@ class LeanServer:
         self.methods = {path.encode(): method for path, method in methods.items()}
         self.check = check
         self.connections: set[_Connection] = set()
+        self.crowd = lean_guard.Crowd()
 
     async def run(self, listening: socket.socket) -> None:
         """Serve until cancelled; then calls under way have `STOP_S_MAX` to end."""
@@ -164,6 +166,8 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by class
         self._server.connections.add(self)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(lean_guard.PREFACE_S_MAX, self._transport.close)
         settings = b"".join(
             _SETTING.pack(key, value)
             for key, value in (
@@ -176,11 +180,13 @@ class _Connection(asyncio.Protocol):
         self._transport.write(frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, more))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - what asyncio calls
+        self._timer.cancel()
         self._server.connections.discard(self)
         for stream in self._streams.values():
             if stream.task is not None:
                 stream.task.cancel()
         self._streams.clear()
+        self._hold(-self._buffered)
 
     def pause_writing(self) -> None:
         self._transport.pause_reading()  # a client that does not read is not read from
@@ -200,6 +206,7 @@ class _Connection(asyncio.Protocol):
                 self._transport.close()
                 return
             self._greeted, at = True, len(PREFACE)
+            self._timer.cancel()  # whoever has greeted may be idle
         try:
             while end - at >= HEAD_BYTES:
                 high, low, kind, flags, number = _HEAD.unpack_from(data, at)
@@ -263,9 +270,7 @@ class _Connection(asyncio.Protocol):
         if stream.task is not None:
             return
         stream.size += len(body)
-        self._buffered += len(body)
-        if self._buffered > BUFFERED_BYTES_MAX:
-            raise _Broken(ENHANCE_YOUR_CALM, f"more than {BUFFERED_BYTES_MAX} bytes of requests")
+        self._hold(len(body))
         if stream.size > MESSAGE_BYTES_MAX + _PREFIX.size:
             stream.parts.clear()
             remedy = f"send {MESSAGE_BYTES_MAX} bytes at most"
@@ -411,9 +416,7 @@ class _Connection(asyncio.Protocol):
             more, stream.received = stream.received, 0
             self._transport.write(frame(WINDOW_UPDATE, 0, number, _NUMBER.pack(more)))
         stream.size += len(body)
-        self._buffered += len(body)
-        if self._buffered > BUFFERED_BYTES_MAX:
-            raise _Broken(ENHANCE_YOUR_CALM, f"more than {BUFFERED_BYTES_MAX} bytes of requests")
+        self._hold(len(body))
         if stream.parts:
             body = stream.parts.pop() + body
         while len(body) >= _PREFIX.size:
@@ -440,7 +443,7 @@ class _Connection(asyncio.Protocol):
                 body = stream.inbox.popleft()
                 answer = await method.call(read(method.parse, body_of([body])))
                 stream.size -= len(body)
-                self._buffered -= len(body)
+                self._hold(-len(body))
                 if answer is not None:
                     self._say(number, stream, answer.SerializeToString())
             if stream.over:
@@ -537,10 +540,18 @@ class _Connection(asyncio.Protocol):
             block += literal(DETAILS_KEY.encode(), coded)
         self._transport.write(frame(HEADERS, END_HEADERS | END_STREAM, number, block))
 
+    def _hold(self, more: int) -> None:
+        crowd, connections = self._server.crowd, len(self._server.connections)
+        self._buffered += more
+        crowd.unfinished_bytes += more
+        full = self._buffered > BUFFERED_BYTES_MAX or crowd.too_much(self._buffered, connections)
+        if more > 0 and full:
+            raise _Broken(ENHANCE_YOUR_CALM, f"no room for {self._buffered} bytes of requests")
+
     def _drop(self, number: int) -> _Stream | None:
         stream = self._streams.pop(number, None)
         if stream is not None:
-            self._buffered -= stream.size
+            self._hold(-stream.size)
         return stream
 
     # ------------------------------------------------------------------ the end
@@ -563,7 +574,7 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
     def _break(self, error: _Broken) -> None:
-        log.warning("a client broke the protocol", extra={"why": error.why})
+        self._server.crowd.warn(error.why)
         body = struct.pack("!II", self._newest, error.code) + error.why.encode()
         self._transport.write(frame(GOAWAY, 0, 0, body))
         self._transport.close()

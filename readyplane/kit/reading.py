@@ -49,7 +49,18 @@ def body_of(parts: Sequence[bytes]) -> bytes:
     return body
 
 
-def half_character(document: object) -> tuple[str, str] | None:
+def check_text(document: object) -> None:
+    """Refuse JSON with text that could not be passed on.
+
+    Raises:
+        InvalidField: a lone surrogate is in it.
+    """
+    found = _half_character(document)
+    if found is not None:
+        raise InvalidField(*found, "write whole characters: a surrogate needs its other half")
+
+
+def _half_character(document: object) -> tuple[str, str] | None:
     """The dotted path and the text of a lone surrogate in JSON; None where all text is whole.
 
     JSON can spell it and Python can hold it, but nothing can send, store or log it.

@@ -14,7 +14,7 @@ import uvloop
 from readyplane import wire
 from readyplane.client.channel import OPTIONS
 from readyplane.core.errors import InvalidField, Overloaded, Unauthenticated, Unsupported
-from readyplane.kit import lean_rpc
+from readyplane.kit import lean_guard, lean_rpc
 from readyplane.kit.auth import TokenCheck, token_metadata
 from readyplane.kit.lean_rpc import PREFACE, LeanServer, Method, frame
 from readyplane.v1 import router_pb2 as pb
@@ -268,6 +268,32 @@ async def test_headers_that_open_a_stream_twice_reset_it(flags: int) -> None:
         heard = await say(data)
         assert frame(3, 0, 1, b"\0\0\0\1") in heard
         assert not any(connection.tasks() for connection in world.server.connections)
+
+
+async def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean_guard, "PREFACE_S_MAX", 0.05)
+    async with serving() as (world, channel), talking(world) as say:
+        assert (await world.call(channel, ECHO, pb.RouteRequest(request_id="r"))).reservation_id
+        assert goaway(await say(PREFACE[:5])) is None
+        assert len(world.server.connections) == 1  # who has greeted may be idle
+
+
+async def test_who_holds_most_goes_when_all_hold_too_much(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lean_guard, "UNFINISHED_BYTES_MAX", 20_000)
+    path = b"\x83\x86\x04" + bytes((len(SLOW),)) + SLOW.encode()
+    hoard = frame(HEADERS, 4, 1, path) + frame(DATA, 0, 1, b"x" * 15_000) * 2
+    async with serving() as (world, channel):
+        small = asyncio.create_task(world.call(channel, SLOW, pb.RouteRequest(request_id="r")))
+        await asyncio.wait_for(world.began.wait(), 5.0)
+        for _ in range(3):
+            async with talking(world) as say:
+                assert goaway(await say(PREFACE + frame(SETTINGS, 0, 0, b"") + hoard)) == 11
+        world.go_on.set()
+        assert (await small).reservation_id == "r"
+        assert world.server.crowd.unfinished_bytes == 0
+    assert len(caplog.records) == 1  # three broke it; one line says so
 
 
 async def test_another_protocol_is_closed() -> None:

@@ -120,7 +120,8 @@ def test_a_bottomless_document_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"a":1,"a":2}', '{"a":NaN}', b"\xff", "[" * 10**5]
+    "text",
+    ["", "{", "[]", "3", '{"a":1,"a":2}', '{"a":NaN}', b"\xff", "[" * 10**5, '{"a":"\\ud800"}'],
 )
 def test_only_a_json_object_is_a_manifest(text: str | bytes) -> None:
     with pytest.raises(InvalidField):

@@ -22,6 +22,7 @@ from readyplane.core.identity import (
     check_digest,
     parse,
 )
+from readyplane.kit.reading import check_text
 
 MANIFEST_BYTES_MAX = 64 * 1024 * 1024
 NAME_CHARS_MAX = 200
@@ -74,11 +75,13 @@ def parse_document(text: str | bytes) -> object:
     """JSON text of a manifest as a value, strictly.
 
     Raises:
-        InvalidField: too long, not JSON, duplicate keys, or a number that is not finite.
+        InvalidField: too long, not JSON, duplicate keys, a number that is not finite, or half a
+            character.
     """
     if len(text) > MANIFEST_BYTES_MAX:
         raise InvalidField("manifest", f"{len(text)} bytes", f"stay below {MANIFEST_BYTES_MAX}")
     document: object = parse(text, where="manifest")
+    check_text(document)
     return document
 
 
