@@ -23,9 +23,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unauthenticated, UnknownField
+from readyplane.core.text import check_text
 from readyplane.kit import telemetry
 from readyplane.kit.auth import OPEN_HTTP_PATHS, TokenCheck
-from readyplane.kit.reading import check_text
 from readyplane.wire.errors import error_to_document, http_status
 
 CLIENT_GONE = 499

@@ -22,7 +22,7 @@ from readyplane.core.identity import (
     check_digest,
     parse,
 )
-from readyplane.kit.reading import check_text
+from readyplane.core.text import check_text
 
 MANIFEST_BYTES_MAX = 64 * 1024 * 1024
 NAME_CHARS_MAX = 200
