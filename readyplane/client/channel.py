@@ -36,30 +36,42 @@ OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_metadata_size", 32 * 1024),
     ("grpc.absolute_max_metadata_size", 64 * 1024),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # A service that was restarted is found again within seconds, not minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", int(RECONNECT_MAX_S * 1000)),
-    # Of several addresses one is used until it goes away; which one differs from client to client.
-    ("grpc.service_config", '{"loadBalancingConfig":[{"pick_first":{"shuffleAddressList":true}}]}'),
     # The services of one system are never behind a forward proxy of the environment.
     ("grpc.enable_http_proxy", 0),
 )
+KEEPALIVE = (("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 5_000))
+KEEPALIVE_OF_SEVERAL = (
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 1_500),
+    # Clients that turned away from an address share no connection to it.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+"""Where there is another address to go to, one that hangs is left within seconds: its connection
+stands, and the kernel takes new ones, so that nothing else tells of it."""
 
 
-def target(address: str) -> str:
+def options(address: str) -> tuple[tuple[str, Any], ...]:
+    """Of a channel to one address, or to several separated by commas."""
+    return (*OPTIONS, *(KEEPALIVE_OF_SEVERAL if "," in address else KEEPALIVE))
+
+
+def target(address: str, *, first: int = 0) -> str:
     """What gRPC dials for `host:port`, or for several of them separated by commas.
 
-    gRPC takes a list of numbers, not of names: the names of a list are looked up once, here. A
+    Of several one is used until it goes away: the one at `first`, or the next that answers. gRPC takes a list of numbers, not of names: the names of a list are looked up once, here. A
     single name is left to gRPC, which looks it up again when it must.
     """
     parts = [part.strip() for part in address.split(",") if part.strip()]
     if len(parts) < 2:
         return address
+    first %= len(parts)
+    parts = parts[first:] + parts[:first]
     found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
     for part in parts:
         host, _, port = part.rpartition(":")
@@ -110,6 +122,8 @@ class ServiceClient:
         self._token = token_metadata(token)
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
+        self._first = random.randrange(1_000)  # which one is used differs from client to client
+        self._left: set[asyncio.Task[None]] = set()
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         raise NotImplementedError
@@ -118,13 +132,28 @@ class ServiceClient:
     def stub(self) -> Any:
         """The generated stub over this client's channel."""
         if self._stub is None:
-            self._channel = grpc.aio.insecure_channel(target(self.address), options=OPTIONS)
+            self._channel = grpc.aio.insecure_channel(
+                target(self.address, first=self._first), options=options(self.address)
+            )
             self._stub = self._make_stub(self._channel)
         return self._stub
+
+    def turn_away(self) -> None:
+        """Go on at the next of several addresses: this one hangs. Calls in flight may still end."""
+        channel = self._channel
+        if "," not in self.address or channel is None:
+            return
+        self._channel, self._stub = None, None
+        self._first += 1
+        task = asyncio.ensure_future(channel.close(grace=self.timeout_s))
+        self._left.add(task)
+        task.add_done_callback(self._left.discard)
 
     async def aclose(self) -> None:
         """Close the channel; calls in flight end."""
         channel, self._channel, self._stub = self._channel, None, None
+        for task in self._left:
+            task.cancel()
         if channel is not None:
             await channel.close()
 

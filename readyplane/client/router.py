@@ -206,6 +206,7 @@ class RouterClient(ServiceClient):
                     await self._clock.sleep(pause_s)
                     pause_s = min(RETRY_MAX_S, pause_s * 2)
         except TimeoutError:
+            self.turn_away()  # a second bound on one that hangs would outlast the lease
             raise fault or Unavailable(
                 f"the router at {self.address} did not answer a renewal within {self.timeout_s} s",
                 "check that it runs; the next renewal repairs a lost one",

@@ -37,7 +37,7 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),
     # Clients ping idle channels; do not take that for an attack.
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
 )
 
