@@ -114,7 +114,9 @@ class Moving:
         verdict = decide(ask, (), able, policy, now_s=now_s)
         if not isinstance(verdict, Chosen):
             self.refused += 1
-            raise Overloaded("no other decode worker that fits has room for it now", desk.retry_after_s())
+            raise Overloaded(
+                "no other decode worker that fits has room for it now", desk.retry_after_s()
+            )
         held = desk.book(new_id, whole, verdict, hashes=(), waited_s=0.0, now_s=now_s)
         desk.decodes_already(held, emitted, now_s=now_s)
         return held
