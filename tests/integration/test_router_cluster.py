@@ -47,6 +47,7 @@ class Cluster:
     overbooked: list[str] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     loading: bool = True
+    refusals_max: int = 0  # typed, with a time to come again: while a router holds places and hangs
 
     @property
     def addresses(self) -> str:
@@ -151,8 +152,9 @@ async def cluster(database_url: str, redis_url: str, tmp_path: Path) -> AsyncIte
         wrong = Counter(made.outcomes)
         for fine in ("served", "asked again", "renewal late"):
             del wrong[fine]
+        assert wrong.pop("Overloaded", 0) <= made.refusals_max, made.outcomes
         assert not wrong, made.outcomes
-        await until(partial(_all_free, made.store), 2 * CLUSTER_POLICY["reservation_ttl_s"] + 5.0)
+        await until(partial(_all_free, made.store), 5 * CLUSTER_POLICY["reservation_ttl_s"] + 10.0)
         for router in made.routers:  # nobody was declared dead on the way
             fleet = await states(router.client)
             assert set(fleet) == set(FLEET) and set(fleet.values()) == {"ready"}
@@ -182,6 +184,7 @@ async def test_routers_killed_under_load_lose_nothing(cluster: Cluster) -> None:
     await cluster.served(60)
     # A router that is stopped beyond every lease wakes up and goes on; nobody died meanwhile.
     stopped = cluster.routers[2].process
+    cluster.refusals_max = LANES
     stopped.send_signal(signal.SIGSTOP)
     await asyncio.sleep(CLUSTER_POLICY["lease_ttl_s"] + 1.0)
     with contextlib.suppress(ProcessLookupError):
