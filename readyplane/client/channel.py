@@ -64,8 +64,9 @@ def options(address: str) -> tuple[tuple[str, Any], ...]:
 def target(address: str, *, first: int = 0) -> str:
     """What gRPC dials for `host:port`, or for several of them separated by commas.
 
-    Of several one is used until it goes away: the one at `first`, or the next that answers. gRPC takes a list of numbers, not of names: the names of a list are looked up once, here. A
-    single name is left to gRPC, which looks it up again when it must.
+    Of several one is used until it goes away: the one at `first`, or the next that answers. gRPC
+    takes a list of numbers, not of names: the names of a list are looked up once, here. A single
+    name is left to gRPC, which looks it up again when it must.
     """
     parts = [part.strip() for part in address.split(",") if part.strip()]
     if len(parts) < 2:

@@ -113,9 +113,10 @@ def holding_ends(
     urgency, slow = urgency_of(ask, policy), policy.slowdown_weight
     for seat in seats:
         cached = cached_of.get(seat.key, 0)
+        if not cached:
+            continue
         decodes = seat.role is Role.DECODE or seat.lent
-        holds = decodes and holds_all(isl, cached, seat)
-        if not cached or not (holds or ask.brings_kv):
+        if not (ask.brings_kv or (decodes and holds_all(isl, cached, seat))):
             continue
         cached = min(cached, isl - 1)
         own_s = seat.times.prefill_s(isl - cached, cached) * seat.prefill_factor
