@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import random
 import socket
 import subprocess
@@ -34,14 +33,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from readyplane.client import RegistryClient
-from readyplane.kit.clock import SystemClock
+from bench.own_services import own_services, publish_demo
 from readyplane_lab.demo import MODEL
-from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.up.local_server import free_port
-from readyplane_lab.up.processes import ProcessTable
-from readyplane_lab.up.services import Services
-from readyplane_lab.up.stores import connect_or_embed
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / ".venv-peers" / "bin" / "vllm-router"
@@ -201,38 +195,16 @@ async def _workers(
 @contextlib.asynccontextmanager
 async def _all_paths(folder: Path) -> AsyncIterator[list[Way]]:
     """Stores, registry, router, workers, both gateways and the peers."""
-    for name in ("pg", "redis", "logs", "run", "blobs"):
-        (folder / name).mkdir()
     async with contextlib.AsyncExitStack() as stack:
-        table = await stack.enter_async_context(ProcessTable(folder / "run"))
-        stores = await stack.enter_async_context(
-            await connect_or_embed(folder / "pg", folder / "redis", logs_dir=folder / "logs")
-        )
-        environment = {
-            **os.environ,
-            "READYPLANE_DATABASE_URL": stores.database_url,
-            "READYPLANE_REDIS_URL": stores.redis_url,
-        }
-        services = Services(
-            table,
-            run_dir=folder / "run",
-            logs_dir=folder / "logs",
-            environment=environment,
-            clock=SystemClock(),
-            gave_up=print,
-        )
-        stack.push_async_callback(services.close)
+        own = await stack.enter_async_context(own_services(folder))
+        services, environment = own.services, dict(own.environment)
         registry = services.plan("registry", args=("--blob-dir", str(folder / "blobs")))
         router = services.plan("router")
         router.environment["READYPLANE_REGISTRY"] = registry.grpc
         await asyncio.gather(services.start(registry), services.start(router))
-        client = RegistryClient(registry.grpc)
-        manifest = Artifacts(MODEL).newest
-        await client.publish_manifest(manifest.document(), bytes_elsewhere=True)
-        await client.aclose()
-        urls = await _workers(stack, router.grpc, manifest.digest)
+        urls = await _workers(stack, router.grpc, await publish_demo(registry.grpc))
         redis = [p for p in psutil.Process().children(recursive=True) if _is_redis(p)]
-        pid = next(r.pid for r in table.running() if r.name == "router")
+        pid = next(r.pid for r in own.table.running() if r.name == "router")
         beside = {"embedded": redis, "grpc": [psutil.Process(pid), *redis]}
         paths = [Way(DIRECT, int(urls["decode"][0].rpartition(":")[2]), [])]
         for pairing, name in OURS.items():

@@ -23,11 +23,10 @@ from pathlib import Path
 
 import psutil
 
+from bench.own_services import own_services
 from readyplane.kit.clock import SystemClock
 from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.processes import ProcessTable
-from readyplane_lab.up.services import Services
-from readyplane_lab.up.stores import connect_or_embed
 
 AGENTS = "agents"
 READY_S_MAX = 240.0
@@ -38,37 +37,17 @@ LEASE_TTL_S = 600.0
 async def _measure(
     folder: Path, workers: int, window_s: float, *, over_grpc: bool
 ) -> dict[str, float]:
-    for name in ("pg", "redis", "logs", "run"):
-        (folder / name).mkdir()
-    async with (
-        ProcessTable(folder / "run") as table,
-        await connect_or_embed(folder / "pg", folder / "redis", logs_dir=folder / "logs") as stores,
-    ):
-        services = Services(
-            table,
-            run_dir=folder / "run",
-            logs_dir=folder / "logs",
-            environment={
-                **os.environ,
-                "READYPLANE_DATABASE_URL": stores.database_url,
-                "READYPLANE_REDIS_URL": stores.redis_url,
-            },
-            clock=SystemClock(),
-            gave_up=print,
-        )
+    async with own_services(folder) as own:
         lean = free_port()
         policy = folder / "run" / "router-policy.json"
         policy.write_text(json.dumps({"lease_ttl_s": LEASE_TTL_S}))
         flags = ("--pick-port", str(lean), "--policy-file", str(policy))
-        router = services.plan("router", args=flags)
-        try:
-            await services.start(router)
-            log = folder / "logs" / "agents.log"
-            sessions = router.grpc if over_grpc else f"127.0.0.1:{lean}"
-            await _agents(table, router.grpc, sessions, workers, log)
-            return await _window(table, log, window_s)
-        finally:
-            await services.close()
+        router = own.services.plan("router", args=flags)
+        await own.services.start(router)
+        log = folder / "logs" / "agents.log"
+        sessions = router.grpc if over_grpc else f"127.0.0.1:{lean}"
+        await _agents(own.table, router.grpc, sessions, workers, log)
+        return await _window(own.table, log, window_s)
 
 
 async def _agents(table: ProcessTable, router: str, sessions: str, workers: int, log: Path) -> None:

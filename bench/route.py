@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -13,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from bench.own_services import own_services, publish_demo
 from readyplane import profiles
-from readyplane.client import RegistryClient, RouterClient
+from readyplane.client import RouterClient
 from readyplane.core.startup import SegmentName
 from readyplane.core.work import EventKind, RequestEvent, RequestShape
 from readyplane.core.worker import Role
@@ -27,9 +27,6 @@ from readyplane_lab.simulator.nodes import Nodes
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.simulator.worker import SimWorker, Site
-from readyplane_lab.up.processes import ProcessTable
-from readyplane_lab.up.services import Services
-from readyplane_lab.up.stores import connect_or_embed
 
 WORKERS_A_ROLE = 8
 PROMPT_TOKENS = 1024
@@ -45,38 +42,15 @@ def measure_routes() -> dict[str, float]:
 
 
 async def _measure(folder: Path) -> dict[str, float]:
-    for name in ("pg", "redis", "logs", "run", "blobs"):
-        (folder / name).mkdir()
-    clock = SystemClock()
-    async with (
-        ProcessTable(folder / "run") as table,
-        await connect_or_embed(folder / "pg", folder / "redis", logs_dir=folder / "logs") as stores,
-    ):
-        services = Services(
-            table,
-            run_dir=folder / "run",
-            logs_dir=folder / "logs",
-            environment={
-                **os.environ,
-                "READYPLANE_DATABASE_URL": stores.database_url,
-                "READYPLANE_REDIS_URL": stores.redis_url,
-            },
-            clock=clock,
-            gave_up=print,
-        )
+    async with own_services(folder) as own:
+        services = own.services
         registry = services.plan("registry", args=("--blob-dir", str(folder / "blobs")))
         router = services.plan("router")
         router.environment["READYPLANE_REGISTRY"] = registry.grpc
-        try:
-            await asyncio.gather(services.start(registry), services.start(router))
-            client = RegistryClient(registry.grpc)
-            manifest = Artifacts(MODEL).newest
-            await client.publish_manifest(manifest.document(), bytes_elsewhere=True)
-            await client.aclose()
-            pid = next(r.pid for r in table.running() if r.name == "router")
-            return await _with_workers(router.grpc, manifest.digest, psutil.Process(pid))
-        finally:
-            await services.close()
+        await asyncio.gather(services.start(registry), services.start(router))
+        digest = await publish_demo(registry.grpc)
+        pid = next(r.pid for r in own.table.running() if r.name == "router")
+        return await _with_workers(router.grpc, digest, psutil.Process(pid))
 
 
 async def _with_workers(address: str, digest: str, router: psutil.Process) -> dict[str, float]:

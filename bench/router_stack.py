@@ -19,12 +19,10 @@ from pathlib import Path
 
 import psutil
 
+from bench.own_services import own_services
 from bench.router_fleet import BLOCK_SIZE
-from readyplane.kit.clock import SystemClock
 from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.processes import ProcessTable
-from readyplane_lab.up.services import Services
-from readyplane_lab.up.stores import connect_or_embed
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -83,25 +81,8 @@ async def our_side(
     folder: Path, *, prefills: int, decodes: int, routers: int = 1
 ) -> AsyncIterator[Side]:
     """Routers with real stores and a fleet of ready workers."""
-    for name in ("pg", "redis", "logs", "run", "blobs"):
-        (folder / name).mkdir(parents=True)
-    async with (
-        ProcessTable(folder / "run") as table,
-        await connect_or_embed(folder / "pg", folder / "redis", logs_dir=folder / "logs") as stores,
-    ):
-        environment = {
-            **os.environ,
-            "READYPLANE_DATABASE_URL": stores.database_url,
-            "READYPLANE_REDIS_URL": stores.redis_url,
-        }
-        services = Services(
-            table,
-            run_dir=folder / "run",
-            logs_dir=folder / "logs",
-            environment=environment,
-            clock=SystemClock(),
-            gave_up=print,
-        )
+    async with own_services(folder) as own:
+        services, table = own.services, own.table
         registry = services.plan("registry", args=("--blob-dir", str(folder / "blobs")))
         planned, lean = [], []
         for number in range(routers):
@@ -111,19 +92,16 @@ async def our_side(
             router.environment["READYPLANE_REGISTRY"] = registry.grpc
             planned.append(router)
             lean.append(f"127.0.0.1:{port}")
-        try:
-            await asyncio.gather(*(services.start(s) for s in (registry, *planned)))
-            await _fleet(table, folder, planned[0].grpc, registry.grpc, prefills, decodes)
-            await asyncio.sleep(1.5)  # the other routers hear of the workers from the store
-            apart = {r.pid for r in table.running() if r.name == FLEET}
-            processes = [
-                child
-                for child in psutil.Process().children(recursive=True)
-                if child.pid not in apart and "warden" not in " ".join(child.cmdline())
-            ]
-            yield Side(tuple(lean), processes, tuple(r.grpc for r in planned))
-        finally:
-            await services.close()
+        await asyncio.gather(*(services.start(s) for s in (registry, *planned)))
+        await _fleet(table, folder, planned[0].grpc, registry.grpc, prefills, decodes)
+        await asyncio.sleep(1.5)  # the other routers hear of the workers from the store
+        apart = {r.pid for r in table.running() if r.name == FLEET}
+        processes = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child.pid not in apart and "warden" not in " ".join(child.cmdline())
+        ]
+        yield Side(tuple(lean), processes, tuple(r.grpc for r in planned))
 
 
 async def _fleet(

@@ -99,7 +99,7 @@ def rules(*, held: bool, sessions: Mapping[str, str], seed: int) -> tuple[Rule, 
         ("random", _random, _random),
         ("round-robin", _in_turn, _in_turn),
         ("least-loaded", _least_prefill, _least_decode),
-        ("power-of-two", _two_prefill, _two_decode),
+        ("power-of-two", _of_two(_least_prefill), _of_two(_least_decode)),
         ("session-affinity", _of_session, _of_session),
         ("dynamo-kv", _dynamo_prefill, _dynamo_decode),
     )
@@ -162,24 +162,19 @@ def _two(seats: Sequence[Seat], generator: np.random.Generator) -> Sequence[Seat
     return [seats[int(place)] for place in drawn]
 
 
-def _two_prefill(
-    entry: Waiting,
-    ask: Ask,
-    seats: Sequence[Seat],
-    generator: np.random.Generator,
-    sessions: Mapping[str, str],
-) -> Seat:
-    return _least_prefill(entry, ask, _two(seats, generator), generator, sessions)
+def _of_two(pick: Pick) -> Pick:
+    """The same rule, among two that were drawn."""
 
+    def picked(
+        entry: Waiting,
+        ask: Ask,
+        seats: Sequence[Seat],
+        generator: np.random.Generator,
+        sessions: Mapping[str, str],
+    ) -> Seat:
+        return pick(entry, ask, _two(seats, generator), generator, sessions)
 
-def _two_decode(
-    entry: Waiting,
-    ask: Ask,
-    seats: Sequence[Seat],
-    generator: np.random.Generator,
-    sessions: Mapping[str, str],
-) -> Seat:
-    return _least_decode(entry, ask, _two(seats, generator), generator, sessions)
+    return picked
 
 
 def _of_session(
