@@ -18,16 +18,11 @@ from readyplane.kit.clock import SystemClock
 from readyplane.ports import RankedSource, Source
 from readyplane_agent import loader as loader_module
 from readyplane_agent import ranges
-from readyplane_agent.arena import Arena
+from readyplane_agent.arena import Arena, prefault
 from readyplane_agent.cache import WeightCache
-from readyplane_agent.loader import (
-    Loader,
-    Reader,
-    SourceUse,
-    StagingBudget,
-    cache_source,
-    prefault,
-)
+from readyplane_agent.loader import Loader, Reader, cache_source
+from readyplane_agent.pipeline import StagingBudget
+from readyplane_agent.source_use import SourceUse
 from readyplane_agent.trace import StartTrace
 from tests.unit.agent_twins import (
     CHUNK,

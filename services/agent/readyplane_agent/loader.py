@@ -1,9 +1,8 @@
 """Weights into the arena: streaming, verified chunk by chunk, within a byte budget (R10.3, R11).
 
-Owns the order of sources of one load and what each of them did. Every chunk goes straight to its
-final address, counts against the staging budget until its xxh3-128 is that of the manifest, and
-is marked only then. A source that is dead, slow, busy or lying leads to the next one, which is
-asked for the missing chunks only. Hands the sealed arena to the engine, `transfer` and `cache`.
+Owns the order of sources of one load, their leases and the rounds; `pipeline` brings the chunks of
+one source into the arena. A source that is dead, slow, busy or lying leads to the next one, which
+is asked for the missing chunks only. Hands the filled arena to the engine, `transfer` and `cache`.
 """
 
 from __future__ import annotations
@@ -11,28 +10,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from readyplane.core.errors import (
     IdentityMismatch,
-    InvalidField,
     NoPair,
     NotFound,
     ReadyplaneError,
     Unavailable,
 )
-from readyplane.core.identity import chunk_hash
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.kit.clock import Clock
 from readyplane.ports import RankedSource, Registry, Source
 from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
-from readyplane_agent.ranges import Fault, FileReader, HttpReader, RangeReader
+from readyplane_agent.files import FileReader
+from readyplane_agent.pipeline import Pipeline
+from readyplane_agent.ranges import Fault, HttpReader, RangeReader
+from readyplane_agent.source_use import Fetched, SourceUse
 from readyplane_agent.trace import StartTrace
 
 log = logging.getLogger("agent.loader")
@@ -42,115 +40,7 @@ ROUNDS_MAX = 20
 ROUND_WAIT_S = 0.25
 ROUND_WAIT_MAX_S = 5.0
 LOCAL_TIERS = (WeightTier.L2_NVME, WeightTier.L3_RACK)
-PREFAULT_BYTES = 32 * 2**20
 GIVE_BACK_LIMIT_S = 5.0
-# A shorter run of chunks says more about scheduling than about the way they came.
-BANDWIDTH_CHUNKS = 6
-
-
-class StagingBudget:
-    """Bytes that were asked for and are not verified yet; a reader waits for its share.
-
-    Args:
-        limit_bytes: never exceeded. `peak_bytes` says how far it went.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.peak_bytes = 0
-        self._used = 0
-        self._freed = threading.Condition()
-
-    def take(self, size: int, *, stop: threading.Event) -> bool:
-        """Wait for `size` bytes; False when `stop` was set first."""
-        with self._freed:
-            while self._used + size > self.limit_bytes:
-                if stop.is_set():
-                    return False
-                self._freed.wait(0.1)
-            self._used += size
-            self.peak_bytes = max(self.peak_bytes, self._used)
-            return True
-
-    def give(self, size: int) -> None:
-        """Bytes were verified, or thrown away."""
-        with self._freed:
-            self._used -= size
-            self._freed.notify_all()
-
-
-@dataclass(slots=True)
-class SourceUse:
-    """What one source did in one load.
-
-    Attributes:
-        times: (seconds, bytes) of each verified chunk, in the order they were done.
-    """
-
-    source_id: str
-    tier: WeightTier
-    chunks: int = 0
-    bytes_read: int = 0
-    elapsed_s: float = 0.0
-    fault: Fault | None = None
-    times: list[tuple[float, int]] = field(default_factory=list)
-
-    def done(self, size: int, now_s: float) -> None:
-        """One more chunk was verified."""
-        self.chunks += 1
-        self.bytes_read += size
-        self.times.append((now_s, size))
-
-    @property
-    def bandwidth_bytes_per_s(self) -> float:
-        """What the way from this source has shown to be able to: its fastest run of chunks."""
-        times = sorted(self.times)
-        best = 0.0
-        for start in range(len(times) - BANDWIDTH_CHUNKS):
-            run = times[start : start + BANDWIDTH_CHUNKS + 1]
-            took_s = run[-1][0] - run[0][0]
-            if took_s > 0:
-                best = max(best, sum(size for _, size in run[1:]) / took_s)
-        return best
-
-    def text(self, now_s: float | None = None, start_s: float = 0.0) -> str:
-        """One line for the segment's detail: bytes, rate, bound and efficiency (R7.1)."""
-        took_s = self.elapsed_s if now_s is None else now_s - start_s
-        rate = self.bytes_read / took_s if took_s > 0 else 0.0
-        parts = [f"{self.tier} {self.source_id}: {self.bytes_read / 1e6:.1f} MB"]
-        parts.append(f"{self.chunks} chunks, {rate / 1e9:.2f} GB/s")
-        fastest = max(self.bandwidth_bytes_per_s, rate) if now_s is None else 0.0
-        if fastest > 0:
-            bound_s = self.bytes_read / fastest
-            parts.append(
-                f"bound {bound_s:.3f} s at the fastest measured {fastest / 1e9:.2f} GB/s, "
-                f"efficiency {bound_s / took_s:.2f}"
-            )
-        if self.fault is not None:
-            parts.append(str(self.fault))
-        return ", ".join(parts)
-
-
-@dataclass(slots=True)
-class Fetched:
-    """A finished load: what each source gave, how long it took, where most bytes came from."""
-
-    uses: list[SourceUse] = field(default_factory=list)
-    elapsed_s: float = 0.0
-    staging_peak_bytes: int = 0
-
-    @property
-    def tier(self) -> WeightTier:
-        """Tier that gave most bytes."""
-        given: dict[WeightTier, int] = {}
-        for use in self.uses:
-            given[use.tier] = given.get(use.tier, 0) + use.bytes_read
-        return max(given, key=lambda t: given[t]) if given else WeightTier.UNKNOWN
-
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """What went wrong on the way, one line a source."""
-        return tuple(f"{u.source_id}: {u.fault}" for u in self.uses if u.fault is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,18 +79,16 @@ class Loader:
         limit_s: float = 1800.0,
         token: str = "",
     ) -> None:
-        chunk = min(arena.manifest.chunk_bytes, arena.manifest.size_bytes)
-        if chunk > staging_bytes:
-            raise InvalidField(
-                "--staging-bytes", staging_bytes, f"give at least one chunk, {chunk} bytes"
-            )
         self._arena, self._registry, self._clock = arena, registry, clock
         self._reader, self._trace, self._cache = reader, trace, cache
-        self._connections, self._limit_s, self._token = connections, limit_s, token
+        self._limit_s, self._token = limit_s, token
+        self._pipeline = Pipeline(
+            arena, clock=clock, staging_bytes=staging_bytes, connections=connections, cache=cache
+        )
         self._stop = threading.Event()
         self._lying: set[str] = set()
         self._giving_back: list[asyncio.Task[None]] = []
-        self.budget = StagingBudget(staging_bytes)
+        self.budget = self._pipeline.budget
         self.fetched = Fetched()
 
     def stop(self) -> None:
@@ -370,30 +258,8 @@ class Loader:
             log.warning("transfer from %s not given back: %s", source.source_id, error)
 
     async def _read(self, source: Source, use: SourceUse, gone: threading.Event) -> None:
-        """All missing chunks from one source, over several connections, until the first fault."""
-        todo = deque(self._arena.missing())
-        count = min(self._connections, len(todo))
-        loop = asyncio.get_running_loop()
-        readers: list[RangeReader] = []
-        pool = ThreadPoolExecutor(count, thread_name_prefix="load")
-        work: list[asyncio.Future[None]] = []
-        try:
-            for _ in range(count):
-                readers.append(self._open(source))
-            work = [
-                loop.run_in_executor(pool, self._drain, reader, todo, use, gone)
-                for reader in readers
-            ]
-            await asyncio.gather(*work)
-        except ReadyplaneError as error:
-            use.fault = Fault("dead", str(error))
-        finally:
-            gone.set()
-            for reader in readers:
-                reader.close()
-            if work:
-                await asyncio.wait(work)
-            pool.shutdown(wait=False)
+        """All missing chunks from one source, until the first fault."""
+        await self._pipeline.fill(lambda: self._open(source), use, gone=gone, stop=self._stop)
 
     def _open(self, source: Source) -> RangeReader:
         if source.tier is WeightTier.L2_NVME and self._cache is not None:
@@ -406,50 +272,6 @@ class Loader:
             source.url, clock=self._clock, incarnation=source.incarnation, token=self._token
         )
 
-    def _drain(
-        self,
-        reader: RangeReader,
-        todo: deque[tuple[str, int]],
-        use: SourceUse,
-        gone: threading.Event,
-    ) -> None:
-        """One thread: chunk after chunk until none is left or somebody met a fault."""
-        while not (gone.is_set() or self._stop.is_set()):
-            try:
-                path, index = todo.popleft()
-            except IndexError:
-                return
-            start, size = self._arena.span(path, index)
-            if not self.budget.take(size, stop=gone):
-                return
-            try:
-                fault = self._chunk(reader, path, index, start)
-            finally:
-                self.budget.give(size)
-            if fault is None:
-                use.done(size, self._clock.monotonic_s())
-            else:
-                if use.fault is None and not gone.is_set():
-                    use.fault = fault
-                gone.set()
-                return
-
-    def _chunk(self, reader: RangeReader, path: str, index: int, start: int) -> Fault | None:
-        entry = self._arena.entry(path)
-        assert entry is not None
-        window = self._arena.window(path, index)
-        try:
-            fault = reader.read_into(entry, start, window)
-            if fault is None and chunk_hash(window) != entry.chunks[index]:
-                fault = Fault("corrupt", f"{path}: chunk {index} is not what the manifest says")
-        finally:
-            window.release()
-        if fault is None:
-            self._arena.mark(path, index)
-        elif fault.kind == "corrupt" and isinstance(reader, FileReader) and self._cache is not None:
-            self._cache.discard(entry)
-        return fault
-
 
 def cache_source(cache: WeightCache, digest: str, node: str) -> Source:
     """The node's cache as a source of an artifact."""
@@ -461,21 +283,6 @@ def cache_source(cache: WeightCache, digest: str, node: str) -> Source:
         node=node,
         readers_max=64,
     )
-
-
-async def prefault(arena: Arena, *, stop: Callable[[], bool] = lambda: False) -> float:
-    """Fault the arena's pages in ahead of the loader, in file order; returns the bytes done."""
-    done = 0
-    for start in _pieces(arena.size_bytes):
-        size = min(PREFAULT_BYTES, arena.size_bytes - start)
-        if stop() or not await asyncio.to_thread(arena.prefault, start, size):
-            break
-        done += size
-    return float(done)
-
-
-def _pieces(size_bytes: int) -> Iterable[int]:
-    return range(0, size_bytes, PREFAULT_BYTES)
 
 
 def _told(fault: Fault | None) -> str:

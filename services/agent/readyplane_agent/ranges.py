@@ -1,4 +1,4 @@
-"""Byte ranges of an artifact's files, from HTTP sources and from local files.
+"""Byte ranges of an artifact's files, from HTTP sources.
 
 Owns the wire of a fetch: one reader is one connection, used by one thread. Hands `loader` bytes in
 the memory it was given, or a `Fault` as a value; never judges content (the loader hashes).
@@ -7,12 +7,10 @@ the memory it was given, or a `Fault` as a value; never judges content (the load
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote, urlsplit
 
@@ -47,42 +45,6 @@ class RangeReader(Protocol):
     def close(self) -> None:
         """End it, also from another thread while it reads."""
         ...
-
-
-class FileReader:
-    """Ranges of local files, by positioned reads.
-
-    Args:
-        locate: where the file of a manifest entry lies.
-    """
-
-    def __init__(self, locate: Callable[[FileEntry], Path]) -> None:
-        self._locate = locate
-        self._open: dict[str, int] = {}
-
-    def read_into(self, entry: FileEntry, start: int, into: memoryview) -> Fault | None:
-        try:
-            fd = self._open.get(entry.path)
-            if fd is None:
-                fd = os.open(self._locate(entry), os.O_RDONLY | os.O_CLOEXEC)
-                self._open[entry.path] = fd
-            size = os.fstat(fd).st_size
-            if size != entry.size_bytes:
-                return Fault("corrupt", f"{entry.path} has {size} of {entry.size_bytes} B")
-            done = 0
-            while done < len(into):
-                got = os.preadv(fd, [into[done:]], start + done)
-                if got == 0:
-                    return Fault("corrupt", f"{entry.path} ended at {start + done} B")
-                done += got
-        except OSError as error:
-            return Fault("dead", f"{entry.path}: {error.strerror or error}")
-        return None
-
-    def close(self) -> None:
-        for fd in self._open.values():
-            os.close(fd)
-        self._open.clear()
 
 
 class HttpReader:

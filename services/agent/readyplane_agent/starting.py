@@ -32,14 +32,15 @@ from readyplane.core.worker import CheckResult, Lease, Role, Serving
 from readyplane.kit.clock import Clock
 from readyplane.ports import FetchPlan, GateVerdict, GroupStatus, RankReport, Registry, Router
 from readyplane_agent import probes
-from readyplane_agent.arena import Arena
+from readyplane_agent.arena import Arena, prefault
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.engines.layout import arena_layout, tensor_table_document
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort, EngineSpec
 from readyplane_agent.lifecycle import Event
-from readyplane_agent.loader import Fetched, Loader, Reader, prefault
+from readyplane_agent.loader import Loader, Reader
 from readyplane_agent.settings import AgentSettings
+from readyplane_agent.source_use import Fetched
 from readyplane_agent.trace import StartTrace
 
 log = logging.getLogger("agent.start")

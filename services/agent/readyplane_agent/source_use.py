@@ -1,0 +1,88 @@
+"""What each source of a load gave, how fast, and what went wrong (R7.1).
+
+Owns the account of one load. `pipeline` adds each verified chunk, `loader` the sources in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from readyplane.core.startup import WeightTier
+from readyplane_agent.ranges import Fault
+
+# A shorter run of chunks says more about scheduling than about the way they came.
+BANDWIDTH_CHUNKS = 6
+
+
+@dataclass(slots=True)
+class SourceUse:
+    """What one source did in one load.
+
+    Attributes:
+        times: (seconds, bytes) of each verified chunk, in the order they were done.
+    """
+
+    source_id: str
+    tier: WeightTier
+    chunks: int = 0
+    bytes_read: int = 0
+    elapsed_s: float = 0.0
+    fault: Fault | None = None
+    times: list[tuple[float, int]] = field(default_factory=list)
+
+    def done(self, size: int, now_s: float) -> None:
+        """One more chunk was verified."""
+        self.chunks += 1
+        self.bytes_read += size
+        self.times.append((now_s, size))
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """What the way from this source has shown to be able to: its fastest run of chunks."""
+        times = sorted(self.times)
+        best = 0.0
+        for start in range(len(times) - BANDWIDTH_CHUNKS):
+            run = times[start : start + BANDWIDTH_CHUNKS + 1]
+            took_s = run[-1][0] - run[0][0]
+            if took_s > 0:
+                best = max(best, sum(size for _, size in run[1:]) / took_s)
+        return best
+
+    def text(self, now_s: float | None = None, start_s: float = 0.0) -> str:
+        """One line for the segment's detail: bytes, rate, bound and efficiency (R7.1)."""
+        took_s = self.elapsed_s if now_s is None else now_s - start_s
+        rate = self.bytes_read / took_s if took_s > 0 else 0.0
+        parts = [f"{self.tier} {self.source_id}: {self.bytes_read / 1e6:.1f} MB"]
+        parts.append(f"{self.chunks} chunks, {rate / 1e9:.2f} GB/s")
+        fastest = max(self.bandwidth_bytes_per_s, rate) if now_s is None else 0.0
+        if fastest > 0:
+            bound_s = self.bytes_read / fastest
+            parts.append(
+                f"bound {bound_s:.3f} s at the fastest measured {fastest / 1e9:.2f} GB/s, "
+                f"efficiency {bound_s / took_s:.2f}"
+            )
+        if self.fault is not None:
+            parts.append(str(self.fault))
+        return ", ".join(parts)
+
+
+@dataclass(slots=True)
+class Fetched:
+    """A finished load: what each source gave, how long it took, where most bytes came from."""
+
+    uses: list[SourceUse] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    staging_peak_bytes: int = 0
+
+    @property
+    def tier(self) -> WeightTier:
+        """Tier that gave most bytes."""
+        given: dict[WeightTier, int] = {}
+        for use in self.uses:
+            given[use.tier] = given.get(use.tier, 0) + use.bytes_read
+        return max(given, key=lambda t: given[t]) if given else WeightTier.UNKNOWN
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What went wrong on the way, one line a source."""
+        return tuple(f"{u.source_id}: {u.fault}" for u in self.uses if u.fault is not None)
