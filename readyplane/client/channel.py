@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -22,9 +21,6 @@ from readyplane.kit import telemetry
 from readyplane.kit.auth import token_metadata
 from readyplane.kit.clock import Clock, SystemClock
 from readyplane.wire.errors import error_from_rpc
-
-# grpc's core writes to stderr by itself, about ends and forks that our own logs already tell.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 M = TypeVar("M")
 CALL_TIMEOUT_S = 5.0

@@ -31,6 +31,8 @@ CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 15.0
 MIGRATION_WAIT_S = 60
 MIGRATION_S_MAX = 600.0
+NOT_SERVING = frozenset({"57P01", "57P02", "57P03", "53300"})
+"""SQLSTATE of a shutdown, a crash, a start under way, and of too many connections."""
 
 
 def async_engine(url: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> AsyncEngine:
@@ -74,9 +76,14 @@ def database_errors(what: str = "Postgres") -> Iterator[None]:
     except (OperationalError, InterfaceError, PoolTimeout, OSError, TimeoutError) as error:
         raise _unavailable(what, error) from error
     except DBAPIError as error:
-        if error.connection_invalidated:
+        if error.connection_invalidated or _not_serving(error):
             raise _unavailable(what, error) from error
         raise
+
+
+def _not_serving(error: DBAPIError) -> bool:
+    """Whether the server says that it is starting, ending or full, rather than what is wrong."""
+    return str(getattr(error.orig, "sqlstate", None)) in NOT_SERVING
 
 
 def _unavailable(what: str, error: BaseException) -> Unavailable:

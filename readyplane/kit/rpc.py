@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -22,9 +21,6 @@ from readyplane.kit import telemetry
 from readyplane.kit.auth import OPEN_RPC_PREFIXES, TokenCheck
 from readyplane.kit.reading import read
 from readyplane.wire.errors import DETAILS_KEY, error_to_status, grpc_code
-
-# grpc's core writes to stderr by itself, about ends and forks that our own logs already tell.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 METADATA_BYTES_MAX = 32 * 1024

@@ -39,14 +39,21 @@ class Table:
         self.run_dir = run_dir
         self.started: list[str] = []
         self.stopped: list[str] = []
+        self.failing: list[int] = []  # codes with which the next starts end before they are ready
+        self.on_exit: Any = None
+        self._code: int | None = None
 
     async def spawn(self, name: str, *_: Any) -> int:
         self.started.append(name)
-        (self.run_dir / f"{name}.ready").write_text('{"pid": 1}')
+        self._code = self.failing.pop(0) if self.failing else None
+        if self._code is None:
+            (self.run_dir / f"{name}.ready").write_text('{"pid": 1}')
+        else:
+            self.on_exit(name, self._code)
         return 1
 
-    def returncode(self, _name: str) -> None:
-        return None
+    def returncode(self, _name: str) -> int | None:
+        return self._code
 
     def log_tail(self, _name: str) -> str:
         return "the end of its log"
@@ -71,7 +78,7 @@ def services(tmp_path: Path) -> tuple[Services, Table, HandClock, list[str]]:
 
 async def ended(made: Services, code: int = 1) -> None:
     made.exited("router", code)
-    for _ in range(5):
+    for _ in range(20):
         await asyncio.sleep(0)
 
 
@@ -109,6 +116,43 @@ async def test_a_service_that_ends_again_and_again_is_given_up(tmp_path: Path) -
     assert len(table.started) == RESTARTS_MAX
     (said,) = gave_up
     assert said == f"router ended 6 times in {clock.now_s - begun_s:.0f} s, last with 7"
+
+
+async def test_a_start_again_that_fails_is_tried_again(tmp_path: Path) -> None:
+    """The planner and its database were killed together: the database takes longer to come back."""
+    made, table, _clock, gave_up = services(tmp_path)
+    table.on_exit, table.failing = made.exited, [1, 1]
+    await ended(made, -9)
+    assert (table.started, gave_up) == (["router"] * 3, []), "each failed start is told once"
+    assert made.restarts == {"router": 3}
+
+
+async def test_starts_again_that_all_fail_are_bounded(tmp_path: Path) -> None:
+    made, table, _clock, gave_up = services(tmp_path)
+    table.on_exit, table.failing = made.exited, [1] * 9
+    await ended(made, -9)
+    assert len(table.started) == RESTARTS_MAX
+    (said,) = gave_up
+    assert "service router ended with code 1" in said and "the end of its log" in said
+
+
+async def test_a_start_again_that_refuses_its_settings_is_the_last(tmp_path: Path) -> None:
+    made, table, _clock, gave_up = services(tmp_path)
+    table.on_exit, table.failing = made.exited, [2]
+    await ended(made, -9)
+    assert len(table.started) == 1 and "refused its settings" in gave_up[0]
+
+
+async def test_a_service_waits_for_the_stores_that_come_back(tmp_path: Path) -> None:
+    made, table, _clock, _gave_up = services(tmp_path)
+    whole = asyncio.Event()
+    made._stores_whole = cast("Any", whole.wait)
+    await ended(made, -9)
+    assert table.started == []
+    whole.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert table.started == ["router"]
 
 
 async def test_a_service_that_was_stopped_stays_so(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from readyplane_lab.up.processes import LOG_TAIL_BYTES_MAX, ProcessTable
 
 HOST = "127.0.0.1"
 PORT_TRIES_MAX = 5
+WANTED_TRIES_MAX = 3
+WANTED_PAUSE_S = 0.5
+"""A port may be taken for a moment, by a connection of somebody else's that was given its number."""
 READY_POLL_EVERY_S = 0.01
 LOG_LINES_SHOWN = 15
 PORT_TAKEN = "Address already in use"
@@ -60,14 +63,18 @@ def plain_environment() -> dict[str, str]:
 
 
 async def launch(server: Server, *, within_s: float, port_wanted: int | None = None) -> int:
-    """Start the server and return its port once it answers; `port_wanted` is tried first.
+    """Start the server and return its port once it answers; `port_wanted` is tried first,
+    `WANTED_TRIES_MAX` times.
 
     Raises:
         Unavailable: it ended, or did not answer within `within_s`; with the end of its log. The
             caller closes the table.
     """
     for attempt in range(PORT_TRIES_MAX):
-        port = port_wanted if port_wanted is not None and attempt == 0 else free_port()
+        wanted = port_wanted if attempt < WANTED_TRIES_MAX else None
+        if wanted is not None and attempt:
+            await asyncio.sleep(WANTED_PAUSE_S)
+        port = wanted if wanted is not None else free_port()
         log_start_bytes = _size_bytes(server.log_path)
         await server.spawn(port)
         if await _answers(server, port, within_s):

@@ -141,6 +141,7 @@ class EmbeddedPostgres:
         self._serving = False
         if self._table is not None:  # the server ended by itself
             await self._table.close()
+            await _end_backends(self._cluster)
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         await reap(self.data_dir)
         self._clear_leftovers()

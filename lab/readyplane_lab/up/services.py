@@ -2,7 +2,7 @@
 
 Owns names, ports, ready files and the restart bound. A service that ends by itself is started
 again at the same address, a bounded number of times within a window; beyond that the stack says so
-and ends.
+and ends. A start again that fails counts as one of them: a store that comes back takes its time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,7 @@ class Service:
     restarts: int = 0
     again_s: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_MAX))
     wanted: bool = True
+    starting: bool = False
 
     @property
     def grpc(self) -> str:
@@ -70,14 +71,24 @@ class Services:
         environment: Mapping[str, str],
         clock: Clock,
         gave_up: Callable[[str], None],
+        stores_whole: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`gave_up` is called with a sentence when a service cannot be kept running."""
+        """A table of services, none of them planned yet.
+
+        Args:
+            table: starts them. run_dir, logs_dir: of ready files and of logs.
+            environment: of all of them. clock: real time.
+            gave_up: called with a sentence when a service cannot be kept running.
+            stores_whole: waits until no store is being started again, in bounded time; asked before
+                a service is started again.
+        """
         self._table = table
         self._run_dir = run_dir
         self._logs_dir = logs_dir
         self._environment = dict(environment)
         self._clock = clock
         self._gave_up = gave_up
+        self._stores_whole = stores_whole
         self._services: dict[str, Service] = {}
         self._restarting: set[asyncio.Task[None]] = set()
 
@@ -101,6 +112,16 @@ class Services:
         Raises:
             Unavailable: it ended or was not ready in time; the end of its log is shown.
         """
+        service.starting = True  # whoever ends now is told of by this very call
+        try:
+            await self._start(service)
+        except Unavailable:
+            await self._table.stop(service.name, grace_s=1.0)
+            raise
+        finally:
+            service.starting = False
+
+    async def _start(self, service: Service) -> None:
         ready_file = self._run_dir / f"{service.name}.ready"
         ready_file.unlink(missing_ok=True)
         await self._table.spawn(
@@ -114,12 +135,11 @@ class Services:
             self._logs_dir / f"{service.name}.log",
         )
         deadline_s = self._clock.monotonic_s() + READY_WITHIN_S
-        while not _is_ready(ready_file):
-            code = self._table.returncode(service.name)
-            late = self._clock.monotonic_s() > deadline_s
-            if code is not None or late:
-                service.wanted = False
-                await self._table.stop(service.name, grace_s=1.0)
+        while True:
+            ready, code = _is_ready(ready_file), self._table.returncode(service.name)
+            if ready and code is None:
+                return
+            if code is not None or self._clock.monotonic_s() > deadline_s:
                 how = "was not ready in time" if code is None else f"ended with code {code}"
                 raise Unavailable(
                     f"service {service.name} {how}:\n{self._table.log_tail(service.name)}",
@@ -130,38 +150,57 @@ class Services:
     def exited(self, name: str, returncode: int) -> None:
         """To be called by the process table when a service ends that nobody asked to stop."""
         service = self._services.get(name)
-        if service is None or not service.wanted:
+        if service is None or not service.wanted or service.starting:
             return
+        if self._counts(service, returncode):
+            task = asyncio.get_running_loop().create_task(self._again(service))
+            self._restarting.add(task)
+            task.add_done_callback(self._restarting.discard)
+
+    def _counts(self, service: Service, returncode: int | None, why: str = "") -> bool:
+        """Whether it may be started once more, which then counts; where not, that is said.
+
+        Args:
+            service: has ended. returncode: how; None where it was only too slow.
+            why: what its start said, where it had not come up.
+        """
+        if not service.wanted:
+            return False
+        name, now_s = service.name, self._clock.monotonic_s()
         if returncode == WRONG_SETTING:
             self._gave_up(f"{name} refused its settings:\n{self._table.log_tail(name)}")
-            return
-        now_s = self._clock.monotonic_s()
+            return False
         if not may_start_again(service.again_s, now_s):
             times = f"{RESTARTS_MAX + 1} times in {now_s - service.again_s[0]:.0f} s"
-            self._gave_up(f"{name} ended {times}, last with {returncode}")
-            return
+            self._gave_up(why or f"{name} ended {times}, last with {returncode}")
+            return False
         service.restarts += 1
         service.again_s.append(now_s)
         log.warning(
-            "%s ended with code %d; start %d of %d within %.0f s again",
+            "%s %s; start %d of %d within %.0f s again",
             name,
-            returncode,
+            "was not ready in time" if returncode is None else f"ended with code {returncode}",
             len(service.again_s),
             RESTARTS_MAX,
             RESTART_WINDOW_S,
         )
-        task = asyncio.get_running_loop().create_task(self._again(service))
-        self._restarting.add(task)
-        task.add_done_callback(self._restarting.discard)
+        return True
 
     async def _again(self, service: Service) -> None:
-        await self._clock.sleep(0.2 * 2 ** len(service.again_s))
-        if not service.wanted:
-            return
-        try:
-            await self.start(service)
-        except Unavailable as error:
-            self._gave_up(str(error))
+        for _ in range(RESTARTS_MAX):
+            await self._clock.sleep(0.2 * 2 ** len(service.again_s))
+            if self._stores_whole is not None:
+                await self._stores_whole()
+            if not service.wanted:
+                return
+            try:
+                await self.start(service)
+            except Unavailable as error:
+                code = self._table.returncode(service.name)
+                if not self._counts(service, code, str(error)):
+                    return
+            else:
+                return
 
     async def stop(self, name: str) -> None:
         """Ask a service to end, and wait for it."""

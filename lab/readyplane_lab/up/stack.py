@@ -131,6 +131,7 @@ async def running_stack(
             environment=environment,
             clock=clock,
             gave_up=gave_up,
+            stores_whole=stores.whole,
         )
         registry = services.plan("registry", args=("--blob-dir", str(folder.blobs)))
         routers, lean_addresses = _plan_routers(services, options, folder)

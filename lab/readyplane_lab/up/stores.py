@@ -38,6 +38,8 @@ REDIS_OLDEST = (7, 0)
 GIVEN_ANSWERS_S_MAX = 10.0
 POLL_EVERY_S = 0.2
 REVIVALS_MAX = 20
+REVIVAL_TRIES_MAX = 5
+REVIVAL_PAUSE_S = 0.5
 LOG_FILES = ("postgres.log", "redis.log")
 SQLSTATE_STARTING = "57P03"  # cannot_connect_now
 
@@ -48,8 +50,8 @@ class Stores:
     """Both stores of a run: `database_url` and `redis_url`, whoever serves them.
 
     `postgres` and `redis` are None where an address was given. An embedded server that ends by
-    itself is started again at the same address, a bounded number of times; Redis comes back empty.
-    Beyond that, `gave_up` is called with a sentence.
+    itself is started again at the same address, a bounded number of times, and each time with
+    `REVIVAL_TRIES_MAX` tries; Redis comes back empty. Beyond that, `gave_up` is called with a sentence.
     """
 
     def __init__(
@@ -97,6 +99,11 @@ class Stores:
         await asyncio.gather(*self._reviving, return_exceptions=True)
         await asyncio.gather(*(server.stop() for server in self._servers()))
 
+    async def whole(self) -> None:
+        """Return when no server is being started again; bounded, as those starts are."""
+        while self._reviving:
+            await asyncio.wait(set(self._reviving))
+
     def _servers(self) -> list[EmbeddedPostgres | EmbeddedRedis]:
         return [server for server in (self.postgres, self.redis) if server is not None]
 
@@ -127,14 +134,21 @@ class Stores:
         task.add_done_callback(self._reviving.discard)
 
     async def _revive(self, name: str, server: EmbeddedPostgres | EmbeddedRedis) -> None:
-        url = server.url
-        try:
-            await server.start()
-        except (InvalidField, Unavailable) as error:
-            self._tell(f"{name} ended and does not start again: {error}")
-        else:
-            if server.url != url:
-                self._tell(f"{name} ended and its port was taken by another process")
+        url, tries = server.url, 0
+        while True:
+            try:
+                await server.start()
+                break
+            except (InvalidField, Unavailable) as error:
+                tries += 1
+                # What a start refuses by the name of a field is the same the next time.
+                if isinstance(error, InvalidField) or tries >= REVIVAL_TRIES_MAX:
+                    self._tell(f"{name} ended and does not start again: {error}")
+                    return
+                log.warning("%s: start %d of %d failed: %s", name, tries, REVIVAL_TRIES_MAX, error)
+            await asyncio.sleep(REVIVAL_PAUSE_S * tries)
+        if server.url != url:
+            self._tell(f"{name} ended and its port was taken by another process")
 
     def _tell(self, sentence: str) -> None:
         log.error("%s", sentence)
