@@ -35,6 +35,7 @@ class Arena:
 
     Attributes:
         size_bytes: length of the memory file. offsets: file path -> its first byte.
+        chunks: (file path, number) of every chunk, in the manifest's order.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -49,9 +50,10 @@ class Arena:
         self.offsets: Mapping[str, int] = offsets
         self.size_bytes = max(end, ARENA_ALIGN_BYTES)
         self._entries = {entry.path: entry for entry in manifest.files}
-        self._missing = {
+        self.chunks: tuple[tuple[str, int], ...] = tuple(
             (entry.path, index) for entry in manifest.files for index in range(len(entry.chunks))
-        }
+        )
+        self._missing = set(self.chunks)
         self.sealed = False
         self.fd = os.memfd_create("readyplane-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -103,9 +105,15 @@ class Arena:
         return start, min(chunk, self._entries[path].size_bytes - start)
 
     def window(self, path: str, index: int) -> memoryview:
-        """Writable memory of a chunk at its final address; only before the seal."""
+        """Writable memory of a chunk at its final address, until it is verified or sealed.
+
+        A verified chunk may be on its way to a peer or be read by the engine: nobody writes it
+        again, not even with the same bytes.
+        """
         if self.sealed:
             raise InvalidField("arena", path, "write only before the arena is sealed")
+        if (path, index) not in self._missing:
+            raise InvalidField("arena", f"{path}[{index}]", "leave a verified chunk as it is")
         start, size = self.span(path, index)
         at = self.offsets[path] + start
         return self._view[at : at + size]
@@ -121,7 +129,14 @@ class Arena:
 
     def missing(self) -> list[tuple[str, int]]:
         """Chunks not yet verified: small files first (an engine asks for them), then in order."""
-        return sorted(self._missing, key=lambda c: (self._entries[c[0]].purpose == "weights", *c))
+        missing = list(self._missing)  # in one step: other threads mark chunks meanwhile
+        return sorted(missing, key=lambda c: (self._entries[c[0]].purpose == "weights", *c))
+
+    def verified(self, path: str, start: int, size_bytes: int) -> bool:
+        """Whether every chunk that a range of a file touches was verified."""
+        first, end = start // self.manifest.chunk_bytes, start + size_bytes
+        last = -(-end // self.manifest.chunk_bytes)
+        return not any((path, index) in self._missing for index in range(first, last))
 
     def has(self, path: str) -> bool:
         """Whether every chunk of a file was verified."""

@@ -41,7 +41,7 @@ from readyplane_agent.loop import News, Session
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.starting import Start, Started, within
 from readyplane_agent.trace import StartTrace
-from readyplane_agent.transfer import TransferServer
+from readyplane_agent.transfer import HAND_OVER_LIMIT_S, TransferServer
 
 log = logging.getLogger("agent")
 
@@ -232,7 +232,7 @@ class Life:
 
     async def _drain_step(self, now_s: float) -> None:
         leaves = self.state is State.DRAINING
-        given = not leaves or self.transfer.active == 0  # who only flips goes on giving
+        given = not leaves or not self.transfer.in_use  # who only flips goes on giving
         if not self._drained and await self.engine.is_idle() and given:
             self._drained = True
             log.info("drained: the engine holds nothing for anybody")
@@ -449,7 +449,7 @@ class Life:
         log.info("draining for at most %.0f s: %s", deadline_s, why)
         self.drain_until_s = self._clock.monotonic_s() + deadline_s
         self._tell(Event.DRAIN_ASKED)
-        self.transfer.drain()
+        self.transfer.drain(limit_s=min(deadline_s, HAND_OVER_LIMIT_S))
         self.background(self._quietly(self._withdraw(why)))
         self._wake.set()
 

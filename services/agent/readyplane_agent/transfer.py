@@ -1,48 +1,41 @@
 """The agent's HTTP door: verified weights for peers, health, and this worker's own metrics.
 
-Owns the L1 source that a ready worker is (R9): `GET /v1/chunks/{digest}/{path}?incarnation=…` with
-one range a request, straight from the sealed arena by sendfile. Gives nothing that was not
-verified, nothing under another digest (B115) or to somebody who thinks we are another process
-(B144), and nothing beyond its bounds of readers and rate, so that serving is not harmed.
+Owns the L1 source that a worker is (R9), from its first verified chunk on:
+`GET /v1/chunks/{digest}/{path}?incarnation=…&layout=…` with one range a request, straight from the
+arena by sendfile, and `GET /v1/holdings/{digest}?incarnation=…`, what of it is there. What is given
+and to whom is `offering`'s verdict, how fast is `pacing`'s, within bounds of readers. A source that
+drains lets those that read finish, tells them to look elsewhere, and is gone after a bound (R22.3).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import BinaryIO
+import math
+from collections.abc import Callable, Collection
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from readyplane.kit.clock import Clock
+from readyplane_agent import pacing
 from readyplane_agent.arena import Arena
+from readyplane_agent.http_head import Answer, Request, parse
+from readyplane_agent.offering import DRAINING, PAUSED, Offering
 
 log = logging.getLogger("agent.transfer")
 
 HEAD_BYTES_MAX = 16 * 1024
 IDLE_LIMIT_S = 30.0
 PIECE_BYTES = 2**20
+PIECE_BYTES_MIN = 64 * 1024
 SEND_LIMIT_S = 60.0
+PAUSE_TURN_S = 0.05
 # One reader opens a few connections, so that one slow stream does not hold it up.
 REQUESTS_PER_READER = 4
-_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A response: status, body, and the part of a file to send instead of a body."""
-
-    status: str
-    body: bytes = b""
-    kind: str = "text/plain; charset=utf-8"
-    path: str = ""
-    start: int = 0
-    size: int = 0
-    total: int = 0
+# Connections beyond those that may ask for chunks: health, metrics, holdings.
+SPARE_CONNECTIONS = 40
+# A connection that asked for a chunk this lately belongs to somebody who will ask again.
+READS_ON_S = 3.0
+HAND_OVER_LIMIT_S = 30.0
 
 
 class TransferServer:
@@ -53,6 +46,10 @@ class TransferServer:
         readers_max: peers at once. bytes_per_s: bound of all of them together, 0 for none.
         token: bearer token asked of peers, empty for none. health: (is well, why not).
         metrics: Prometheus text of this agent.
+        ttft_target_s, tpot_target_s: what the requests served here are promised; 0 for nothing.
+
+    Attributes:
+        pace: the rate now and why. bytes_served: to peers. refused: answers above 399 by status.
     """
 
     def __init__(
@@ -67,21 +64,25 @@ class TransferServer:
         token: str = "",
         health: Callable[[], tuple[bool, str]] = lambda: (True, "ok"),
         metrics: Callable[[], str] = lambda: "",
+        ttft_target_s: float = 0.0,
+        tpot_target_s: float = 0.0,
     ) -> None:
         self._incarnation, self._clock = incarnation, clock
         self._host, self._port = host, port
         self._requests_max = readers_max * REQUESTS_PER_READER
-        self._rate = bytes_per_s
         self._token, self._health, self._metrics = token, health, metrics
-        self._arena: Arena | None = None
-        self._file: BinaryIO | None = None
-        self._digest = ""
+        self.policy = pacing.PacingPolicy(
+            ceiling_bytes_per_s=bytes_per_s or math.inf,
+            ttft_target_s=ttft_target_s,
+            tpot_target_s=tpot_target_s,
+        )
+        self.pace = pacing.begin(self.policy, now_s=clock.monotonic_s())
+        self._offering: Offering | None = None
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._old: set[asyncio.Task[None]] = set()
+        self._readers: dict[asyncio.Task[None], float] = {}  # when each asked for a chunk last
         self._active = 0
-        self._paid_until_s = 0.0
-        self._draining = False
+        self._gone_s: float | None = None  # draining: until when readers may finish
         self.bytes_served = 0
         self.refused: dict[str, int] = {}
 
@@ -95,6 +96,19 @@ class TransferServer:
         """Requests for weights being answered now."""
         return self._active
 
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody reads weights here and may still do so."""
+        now_s = self._clock.monotonic_s()
+        if self._gone_s is not None and now_s > self._gone_s:
+            return False
+        return self._active > 0 or any(now_s - at < READS_ON_S for at in self._readers.values())
+
+    @property
+    def draining(self) -> bool:
+        """Whether newcomers are sent elsewhere."""
+        return self._gone_s is not None
+
     async def start(self) -> None:
         """Bind. Raises OSError when the port is taken."""
         self._server = await asyncio.start_server(
@@ -102,22 +116,45 @@ class TransferServer:
         )
         self._port = self._server.sockets[0].getsockname()[1]
 
-    def offer(self, arena: Arena) -> None:
-        """Give this arena's bytes from now on; it must be sealed, hence verified."""
-        assert arena.sealed, "only a sealed arena holds nothing but verified bytes"
-        self._arena, self._digest = arena, arena.manifest.digest
-        self._file = os.fdopen(os.dup(arena.fd), "rb", buffering=0)
+    def offer(
+        self, arena: Arena, *, coming: Callable[[], Collection[tuple[str, int]]] = tuple
+    ) -> None:
+        """Give this arena's verified chunks from now on; it may still be filling.
 
-    def drain(self) -> None:
-        """Refuse new readers; those that are connected may finish (R22.3)."""
-        self._draining = True
-        self._old = set(self._connections)
+        Args:
+            coming: chunks that are being read from elsewhere now; others then choose other ones.
+        """
+        if self._offering is not None:
+            self._offering.close()
+        self._offering = Offering(arena, incarnation=self._incarnation, coming=coming)
+
+    def observe(self, seen: pacing.Foreground, *, given_bytes_per_s: float) -> None:
+        """Take in how requests fared while so much went out; it sets the rate (R9.1)."""
+        before = self.pace.bytes_per_s
+        self.pace = pacing.observe(
+            self.pace,
+            seen,
+            self.policy,
+            given_bytes_per_s=given_bytes_per_s,
+            now_s=self._clock.monotonic_s(),
+        )
+        if (before > 0) != (self.pace.bytes_per_s > 0):
+            word = "resumed" if before <= 0 else "paused"
+            log.info("giving weights is %s: %s", word, self.pace.why)
+
+    def drain(self, *, limit_s: float = HAND_OVER_LIMIT_S) -> None:
+        """Refuse new readers; those that read may finish within `limit_s` (R22.3).
+
+        They are told with every chunk, so that they go on elsewhere where somebody else has it.
+        """
+        if self._gone_s is None:
+            self._gone_s = self._clock.monotonic_s() + limit_s
 
     async def stop(self, *, grace_s: float = 0.0) -> None:
-        """Let requests that run end within `grace_s`, then close everything."""
+        """Let readers end within `grace_s`, then close everything."""
         self.drain()
         until_s = self._clock.monotonic_s() + grace_s
-        while self._active and self._clock.monotonic_s() < until_s:
+        while self.in_use and self._clock.monotonic_s() < until_s:
             await self._clock.sleep(0.05)
         if self._server is not None:
             self._server.close()
@@ -125,14 +162,16 @@ class TransferServer:
             task.cancel()
         if self._connections:
             await asyncio.wait(list(self._connections), timeout=2.0)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._offering is not None:
+            self._offering.close()
+            self._offering = None
+
+    # ------------------------------------------------------------------- connections
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._connections) >= self._requests_max + 8:
+        if len(self._connections) >= self._requests_max + SPARE_CONNECTIONS:
             writer.close()
             return
         self._connections.add(task)
@@ -144,7 +183,7 @@ class TransferServer:
             pass  # stop() ends connections; the server's own task must not see it as a crash
         finally:
             self._connections.discard(task)
-            self._old.discard(task)
+            self._readers.pop(task, None)
             writer.close()
 
     async def _serve(
@@ -155,139 +194,129 @@ class TransferServer:
                 async with asyncio.timeout(IDLE_LIMIT_S):
                     head = await reader.readuntil(b"\r\n\r\n")
             except asyncio.LimitOverrunError:
-                await self._send(writer, Answer("431 Request Header Fields Too Large"), close=True)
+                answer = Answer("431 Request Header Fields Too Large")
+                writer.write(answer.head(close=True))
+                await writer.drain()
                 return
-            method, target, headers = _parse(head)
-            answer = self._answer(method, target, headers, old=task in self._old)
+            request = parse(head)
+            answer = self._answer(request, task)
             if answer.status[0] in "45":
                 reason = answer.status.split(" ", 1)[0]
                 self.refused[reason] = self.refused.get(reason, 0) + 1
             # A request body is never read, so the connection can not be used again after one.
-            close = headers.get("connection", "").lower() == "close" or (
-                headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-            )
-            await self._send(writer, answer, close=close, head_only=method == "HEAD")
-            if close:
+            await self._send(writer, answer, request)
+            if request.closes:
                 return
 
-    def _answer(self, method: str, target: str, headers: Mapping[str, str], *, old: bool) -> Answer:
-        parts = urlsplit(target)
-        if method not in {"GET", "HEAD"}:
+    # ------------------------------------------------------------------- verdicts
+
+    def _answer(self, request: Request, task: asyncio.Task[None]) -> Answer:
+        parts = urlsplit(request.target)
+        if request.method not in {"GET", "HEAD"}:
             return Answer("405 Method Not Allowed", b"use GET\n")
         if parts.path == "/healthz":
             well, why = self._health()
-            return Answer("200 OK" if well else "503 Service Unavailable", f"{why}\n".encode())
+            status = "200 OK" if well else "503 Service Unavailable"
+            return Answer(status, f"{why}\n".encode(), retry_after_s=0 if well else 1)
         if parts.path == "/metrics":
             return Answer("200 OK", self._metrics().encode(), "text/plain; version=0.0.4")
-        if not parts.path.startswith("/v1/chunks/"):
-            return Answer("404 Not Found", b"/v1/chunks/{digest}/{path}, /healthz or /metrics\n")
-        if self._token and not _has_token(headers, self._token):
+        kind, _, rest = parts.path.removeprefix("/v1/").partition("/")
+        if not parts.path.startswith("/v1/") or kind not in {"chunks", "holdings"}:
+            paths = b"/v1/chunks/{digest}/{path}, /v1/holdings/{digest}, /healthz or /metrics\n"
+            return Answer("404 Not Found", paths)
+        if self._token and not request.has_token(self._token):
             return Answer("401 Unauthorized", b"send the token as authorization: Bearer TOKEN\n")
-        digest, _, path = parts.path.removeprefix("/v1/chunks/").partition("/")
-        given = parse_qs(parts.query).get("incarnation", [""])[0]
-        return self._chunk(unquote(digest), unquote(path), given, headers.get("range", ""), old=old)
+        return self._weights(kind, rest, parts.query, request, task)
 
-    def _chunk(self, digest: str, path: str, given: str, asked: str, *, old: bool) -> Answer:
-        if given != self._incarnation:
+    def _weights(
+        self, kind: str, rest: str, query: str, request: Request, task: asyncio.Task[None]
+    ) -> Answer:
+        if parse_qs(query).get("incarnation", [""])[0] != self._incarnation:
             return Answer("409 Conflict", f"this is incarnation {self._incarnation}\n".encode())
-        if self._arena is None or digest != self._digest:
-            return Answer("404 Not Found", b"this worker does not hold that artifact\n")
-        entry = self._arena.entry(path)
-        if entry is None:
-            return Answer("404 Not Found", b"the artifact has no such file\n")
-        if self._draining and not old:
-            return Answer("503 Service Unavailable", b"draining: read from another source\n")
-        if self._active >= self._requests_max:
-            return Answer("503 Service Unavailable", b"all readers' places are taken\n")
-        span = _span(asked, entry.size_bytes)
-        if span is None:
-            return Answer(
-                "416 Range Not Satisfiable", f"{path} has {entry.size_bytes} bytes\n".encode()
-            )
-        status = "206 Partial Content" if asked else "200 OK"
-        start, size = span
-        return Answer(
-            status, kind="application/octet-stream", path=path, start=start, size=size,
-            total=entry.size_bytes,
-        )  # fmt: skip
-
-    async def _send(
-        self, writer: asyncio.StreamWriter, answer: Answer, *, close: bool, head_only: bool = False
-    ) -> None:
-        size = answer.size if answer.path else len(answer.body)
-        lines = [
-            f"HTTP/1.1 {answer.status}",
-            f"Content-Type: {answer.kind}",
-            f"Content-Length: {size}",
-            f"Connection: {'close' if close else 'keep-alive'}",
-        ]
-        if answer.status.startswith("206"):
-            end = answer.start + size - 1
-            lines.append(f"Content-Range: bytes {answer.start}-{end}/{answer.total}")
+        digest, _, path = rest.partition("/")
+        if self._offering is None:
+            return Answer("404 Not Found", b"this worker holds no artifact yet\n")
+        refusal = self._offering.refusal(unquote(digest), query)
+        if refusal is not None:
+            return refusal
+        if kind == "holdings":
+            return self._offering.holdings(extra=self._drains())
+        busy = self._busy(task)
+        if busy is not None:
+            return busy
+        answer = self._offering.chunk(path, request.headers.get("range", ""), extra=self._drains())
         if answer.path:
-            lines.append("Accept-Ranges: bytes")
-        if answer.status.startswith("503"):
-            lines.append("Retry-After: 1")
-        writer.write(("\r\n".join(lines) + "\r\n\r\n").encode() + answer.body * (not head_only))
-        await writer.drain()
-        if answer.path and not head_only and size:
-            self._active += 1
-            try:
-                await self._send_file(writer, answer)
-            finally:
-                self._active -= 1
+            self._readers[task] = self._clock.monotonic_s()
+        return answer
+
+    def _drains(self) -> str:
+        if self._gone_s is None:
+            return ""
+        return f"{DRAINING}: {max(0.0, self._gone_s - self._clock.monotonic_s()):.0f}\r\n"
+
+    def _busy(self, task: asyncio.Task[None]) -> Answer | None:
+        """Why no chunk may go out now, None when one may."""
+        now_s, away = self._clock.monotonic_s(), "503 Service Unavailable"
+        reads = task in self._readers
+        if self._gone_s is not None and (not reads or now_s > self._gone_s):
+            return Answer(away, b"draining: read from another source\n", extra=self._drains())
+        if self._active >= self._requests_max:
+            return Answer(away, b"all readers' places are taken\n", retry_after_s=1)
+        if self.pace.bytes_per_s > 0:
+            return None
+        if pacing.elsewhere(self.pace, self.policy, now_s=now_s):
+            return Answer(away, b"paused, serving comes first: read from another source\n")
+        if reads:
+            self._readers[task] = now_s  # it waits here, and will ask again
+        text = f"paused, serving comes first: {self.pace.why}\n".encode()
+        return Answer(away, text, retry_after_s=1, extra=f"{PAUSED}: 1\r\n")
+
+    # ------------------------------------------------------------------- bytes
+
+    async def _send(self, writer: asyncio.StreamWriter, answer: Answer, request: Request) -> None:
+        head_only = request.method == "HEAD"
+        gives = answer.path and not head_only and answer.size
+        body = b"" if head_only else answer.body
+        writer.write(answer.head(close=request.closes) + body)
+        if not gives:
+            await writer.drain()
+            return
+        self._active += 1
+        try:
+            await self._send_file(writer, answer)
+        finally:
+            self._active -= 1
 
     async def _send_file(self, writer: asyncio.StreamWriter, answer: Answer) -> None:
-        assert self._arena is not None
-        assert self._file is not None
+        assert self._offering is not None
         loop = asyncio.get_running_loop()
-        at, left = self._arena.offsets[answer.path] + answer.start, answer.size
+        file, at, left = self._offering.file, self._offering.at(answer), answer.size
         while left:
-            size = min(left, PIECE_BYTES) if self._rate > 0 else left
-            await self._pay(size)
+            size = await self._paid(left)
             async with asyncio.timeout(SEND_LIMIT_S):
-                sent = await loop.sendfile(writer.transport, self._file, at, size)
+                sent = await loop.sendfile(writer.transport, file, at, size)
             if sent == 0:
                 raise ConnectionResetError("the arena ended early")
             at, left = at + sent, left - sent
             self.bytes_served += sent
 
-    async def _pay(self, size: int) -> None:
-        """Wait for the shared rate bound; bytes are paid for before they go."""
-        if self._rate <= 0:
-            return
-        now_s = self._clock.monotonic_s()
-        begin_s = max(now_s, self._paid_until_s)
-        self._paid_until_s = begin_s + size / self._rate
-        if begin_s > now_s:
-            await self._clock.sleep(begin_s - now_s)
+    async def _paid(self, left: int) -> int:
+        """Wait until the next piece may go; returns its size. Bytes are paid for before they go.
 
-
-def _parse(head: bytes) -> tuple[str, str, dict[str, str]]:
-    lines = head.decode("latin-1").split("\r\n")
-    words = lines[0].split(" ")
-    if len(words) != 3:
-        return "BAD", "/", {"connection": "close"}
-    headers: dict[str, str] = {}
-    for line in lines[1:]:
-        name, colon, value = line.partition(":")
-        if colon:
-            headers[name.strip().lower()] = value.strip()
-    return words[0], words[1], headers
-
-
-def _span(asked: str, total: int) -> tuple[int, int] | None:
-    """(start, size) of a range header, None when it cannot be satisfied; absent means all."""
-    if not asked:
-        return 0, total
-    match = _RANGE.match(asked)
-    if match is None:
-        return None
-    start = int(match[1])
-    end = min(int(match[2]) if match[2] else total - 1, total - 1)
-    return (start, end - start + 1) if start <= end else None
-
-
-def _has_token(headers: Mapping[str, str], token: str) -> bool:
-    given = headers.get("authorization", "").encode()
-    return hmac.compare_digest(given, f"Bearer {token}".encode())
+        Raises ConnectionResetError when a pause has lasted so long that the reader is better off
+        elsewhere.
+        """
+        while True:
+            now_s, rate = self._clock.monotonic_s(), self.pace.bytes_per_s
+            if math.isinf(rate):
+                return left
+            piece = max(PIECE_BYTES_MIN, min(PIECE_BYTES, int(rate * self.policy.burst_s)))
+            size = min(left, piece)
+            self.pace, wait_s = pacing.spend(self.pace, size, self.policy, now_s=now_s)
+            if math.isfinite(wait_s):
+                if wait_s > 0:
+                    await self._clock.sleep(wait_s)
+                return size
+            if pacing.elsewhere(self.pace, self.policy, now_s=now_s):
+                raise ConnectionResetError("paused for too long")
+            await self._clock.sleep(PAUSE_TURN_S)

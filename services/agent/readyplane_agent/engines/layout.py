@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from readyplane.core.errors import InvalidField
-from readyplane.core.identity import Manifest
+from readyplane.core.identity import Manifest, digest_of
 
 TENSOR_TABLE_SCHEMA = "readyplane/tensor-table/1"
 ARENA_ALIGN_BYTES = 4096
@@ -75,6 +75,25 @@ def tensor_table_document(layout: ArenaLayout, *, manifest_digest: str) -> dict[
             for slot in layout.tensors
         ],
     }
+
+
+def layout_digest(manifest: Manifest) -> str:
+    """Identity of the weights as they lie in memory, beside that of the files (B108).
+
+    Equal files may still be laid out or prepared differently; peers whose digests differ give each
+    other nothing.
+    """
+    layout = arena_layout(manifest)
+    return digest_of(
+        {
+            "table": tensor_table_document(layout, manifest_digest=manifest.digest),
+            "files": dict(layout.file_offsets),
+            "layout": manifest.layout,
+            "quantisation": manifest.quantisation,
+            "loader_version": manifest.loader_version,
+            "parallel": [manifest.tp, manifest.pp, manifest.ep],
+        }
+    )
 
 
 def read_tensor_table(text: str | bytes) -> tuple[tuple[TensorSlot, ...], int]:

@@ -1,0 +1,134 @@
+"""What one worker gives of its weights, and why not: the verdict on each request for chunks.
+
+Owns the handshake (R9.2): the artifact's digest (B115), the process's incarnation (B144) and the
+digest of the layout in memory (B108) must be those that the reader was told, before the first byte.
+Gives verified chunks only, of an arena that may still be filling: a chunk that is not verified yet
+is answered `425 Too Early`. Hands `Answer` to `transfer`, which sends the bytes and paces them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import BinaryIO
+from urllib.parse import parse_qs, unquote
+
+from readyplane_agent.arena import Arena
+from readyplane_agent.engines.layout import layout_digest
+from readyplane_agent.http_head import Answer, span
+
+INCARNATION = "X-Readyplane-Incarnation"
+LAYOUT = "X-Readyplane-Layout"
+DRAINING = "X-Readyplane-Draining"
+PAUSED = "X-Readyplane-Paused"
+OCTETS = "application/octet-stream"
+
+
+class Offering:
+    """The chunks of one arena.
+
+    Args:
+        arena: being filled, or full. incarnation: who we are.
+        coming: chunks that this worker is reading from elsewhere now.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        incarnation: str,
+        coming: Callable[[], Collection[tuple[str, int]]] = tuple,
+    ) -> None:
+        self._arena, self._coming = arena, coming
+        self.digest = arena.manifest.digest
+        self.layout = layout_digest(arena.manifest)
+        self.file: BinaryIO = os.fdopen(os.dup(arena.fd), "rb", buffering=0)
+        self._echo = f"{INCARNATION}: {incarnation}\r\n{LAYOUT}: {self.layout}\r\n"
+
+    def at(self, answer: Answer) -> int:
+        """Where in `file` the bytes of an answer begin."""
+        return self._arena.offsets[answer.path] + answer.start
+
+    def refusal(self, digest: str, query: str) -> Answer | None:
+        """Why this reader gets nothing of what it speaks of, None when it may have it."""
+        if digest != self.digest:
+            return Answer("404 Not Found", b"this worker does not hold that artifact\n")
+        layout = parse_qs(query).get("layout", [""])[0]
+        if layout and layout != self.layout:
+            return Answer(
+                "412 Precondition Failed",
+                f"the layout here is {self.layout}: read from another source\n".encode(),
+            )
+        return None
+
+    def chunk(self, path: str, asked: str, *, extra: str = "") -> Answer:
+        """A range of a file, if every chunk that it touches is verified."""
+        path = unquote(path)
+        entry = self._arena.entry(path)
+        if entry is None:
+            return Answer("404 Not Found", b"the artifact has no such file\n")
+        found = span(asked, entry.size_bytes)
+        if found is None:
+            return Answer(
+                "416 Range Not Satisfiable", f"{path} has {entry.size_bytes} bytes\n".encode()
+            )
+        start, size = found
+        if not self._arena.verified(path, start, size):
+            return Answer("425 Too Early", b"not yet: these bytes are not verified here\n")
+        return Answer(
+            "206 Partial Content" if asked else "200 OK",
+            kind=OCTETS,
+            path=path,
+            start=start,
+            size=size,
+            total=entry.size_bytes,
+            extra=self._echo + extra,
+        )
+
+    def holdings(self, *, extra: str = "") -> Answer:
+        """Two bitmaps over the artifact's chunks, one after the other: verified, and coming."""
+        arena = self._arena
+        missing, coming = set(arena.missing()), set(self._coming())
+        body = bitmap([chunk not in missing for chunk in arena.chunks])
+        body += bitmap([chunk in coming for chunk in arena.chunks])
+        return Answer("200 OK", body, OCTETS, extra=self._echo + extra)
+
+    def close(self) -> None:
+        """Give the file back."""
+        self.file.close()
+
+
+def bitmap(bits: Collection[bool]) -> bytes:
+    """Bits as bytes, the first one lowest."""
+    number = 0
+    for index, bit in enumerate(bits):
+        if bit:
+            number |= 1 << index
+    return number.to_bytes(-(-len(bits) // 8), "little")
+
+
+def read_holdings(
+    body: bytes, chunks: tuple[tuple[str, int], ...]
+) -> tuple[set[tuple[str, int]], set[tuple[str, int]]] | None:
+    """(verified, coming) chunks of an answer of `holdings`; None when it cannot be one."""
+    each = -(-len(chunks) // 8)
+    if len(body) != 2 * each:
+        return None
+    sides = []
+    for data in (body[:each], body[each:]):
+        number = int.from_bytes(data, "little")
+        sides.append({chunk for index, chunk in enumerate(chunks) if number >> index & 1})
+    return sides[0], sides[1]
+
+
+def echoed(head: Mapping[str, str], *, incarnation: str, layout: str) -> str:
+    """What is wrong with a source's side of the handshake, empty when nothing is.
+
+    Args:
+        head: header names in lower case. incarnation, layout: what the source must be and hold.
+    """
+    for name, wanted in ((INCARNATION, incarnation), (LAYOUT, layout)):
+        given = head.get(name.lower(), "")
+        if wanted and given != wanted:
+            return f"{name} is {given or 'not said'}, wanted {wanted}"
+    return ""

@@ -1,0 +1,279 @@
+"""How fast weights may leave a worker that serves, so that those it serves do not notice. Pure.
+
+Owns the rate (R9.1): a token bucket whose rate is cut while the foreground suffers, grows again when
+it is calm, and is zero (paused) where even the floor hurts. `transfer` spends the bytes and
+`interference` brings the samples. Seconds on one monotonic clock, handed in.
+
+What counts as suffering, each as a share of where it must not get to (`Foreground.pressure`):
+
+- time to first token and time per output token against their targets, where there are targets;
+- without a target, time per output token against itself while nothing was given (its baseline);
+- seconds per byte of the link's KV transfers against their own baseline.
+
+A baseline is learnt only while no weights go out, so a push cannot become its own excuse; and while
+paused it is learnt anew, so that a worker which has simply become busier resumes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class ServingTimes:
+    """What an engine has measured of its requests since its start; None where it does not say.
+
+    Sums in seconds (`kv_bytes_sum` in bytes) with their counts of observations.
+    """
+
+    ttft_sum_s: float | None = None
+    ttft_count: float | None = None
+    tpot_sum_s: float | None = None
+    tpot_count: float | None = None
+    kv_sum_s: float | None = None
+    kv_bytes_sum: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Foreground:
+    """How requests fared in one window; None where nothing was seen, which is never zero."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    kv_s_per_byte: float | None = None
+
+
+def between(before: ServingTimes, after: ServingTimes) -> Foreground:
+    """Means of the window between two readings; an engine that began anew shows nothing."""
+    return Foreground(
+        _mean(before.ttft_sum_s, after.ttft_sum_s, before.ttft_count, after.ttft_count),
+        _mean(before.tpot_sum_s, after.tpot_sum_s, before.tpot_count, after.tpot_count),
+        _mean(before.kv_sum_s, after.kv_sum_s, before.kv_bytes_sum, after.kv_bytes_sum),
+    )
+
+
+def _mean(
+    sum0: float | None, sum1: float | None, count0: float | None, count1: float | None
+) -> float | None:
+    if sum0 is None or sum1 is None or count0 is None or count1 is None:
+        return None
+    total, count = sum1 - sum0, count1 - count0
+    return total / count if count > 0 and total >= 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class PacingPolicy:
+    """Bounds of the rate.
+
+    Attributes:
+        ceiling_bytes_per_s: most that may ever leave; infinite for no bound.
+        floor_bytes_per_s: less than this is not worth a connection: paused instead.
+        ttft_target_s, tpot_target_s: what requests are promised; 0 where nothing is.
+        near: a share of a target from which on the rate is cut. calm: below it the rate may grow;
+            between the two it stays, so that it does not swing.
+        slowed, steady: the same for a time against its own baseline.
+        cut, grow: factors a sample. calm_samples: calm windows in a row before the rate grows.
+        pause_s: shortest pause; doubles with every pause that soon follows another, up to
+        pause_max_s. elsewhere_s: paused for longer, readers are told to read elsewhere.
+        weight: share of a new sample in a baseline.
+        burst_s: seconds of the rate that may go at once; burst_bytes: at least this many bytes.
+    """
+
+    ceiling_bytes_per_s: float = math.inf
+    floor_bytes_per_s: float = 4.0 * 2**20
+    ttft_target_s: float = 0.0
+    tpot_target_s: float = 0.0
+    near: float = 0.95
+    calm: float = 0.85
+    slowed: float = 1.05
+    steady: float = 1.02
+    cut: float = 0.5
+    grow: float = 1.5
+    calm_samples: int = 2
+    pause_s: float = 1.0
+    pause_max_s: float = 8.0
+    elsewhere_s: float = 5.0
+    weight: float = 0.3
+    burst_s: float = 0.05
+    burst_bytes: float = 256.0 * 2**10
+
+    @property
+    def floor(self) -> float:
+        """The floor in bytes per second, well below a low ceiling."""
+        return min(self.floor_bytes_per_s, self.ceiling_bytes_per_s / 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The rate now, the bucket, and what is remembered; a value that `observe` and `spend` renew.
+
+    Attributes:
+        bytes_per_s: the rate, 0 while paused. why: what set it.
+        bucket_bytes, filled_s: bytes that may go (negative: promised already) as of when.
+        paused_s: since when it is paused, None while it is not. pause_for_s: for how long.
+        resumed_s: when the last pause ended. calm_samples: calm windows in a row.
+        tpot_s, kv_s_per_byte: baselines, None before any.
+    """
+
+    bytes_per_s: float
+    filled_s: float
+    bucket_bytes: float = 0.0
+    paused_s: float | None = None
+    pause_for_s: float = 0.0
+    resumed_s: float | None = None
+    calm_samples: int = 0
+    tpot_s: float | None = None
+    kv_s_per_byte: float | None = None
+    why: str = "nothing suffers"
+
+
+def begin(policy: PacingPolicy, *, now_s: float) -> Pace:
+    """A pace before any sample: the ceiling, since nothing is known to suffer."""
+    return Pace(policy.ceiling_bytes_per_s, now_s, bucket_bytes=policy.burst_bytes)
+
+
+def observe(
+    pace: Pace,
+    seen: Foreground,
+    policy: PacingPolicy,
+    *,
+    given_bytes_per_s: float,
+    now_s: float,
+) -> Pace:
+    """The pace after one window.
+
+    Args:
+        given_bytes_per_s: what really went out in the window; 0 makes it a sample of the baseline.
+    """
+    pace = _filled(pace, policy, now_s)
+    pressures = tuple(_pressures(pace, seen, policy))
+    if given_bytes_per_s <= 0:
+        pace = _learnt(pace, seen, policy)
+    worst = max(pressures, key=lambda p: p.level, default=Pressure(0.0, "nothing suffers"))
+    if pace.paused_s is not None:
+        return _maybe_resumed(pace, worst, policy, now_s)
+    if worst.level >= 1.0:
+        if given_bytes_per_s <= 0:
+            # It suffers although nothing goes out: no rate of ours would help, but none is added.
+            return replace(pace, calm_samples=0, why=worst.why)
+        base = min(pace.bytes_per_s, given_bytes_per_s)
+        return _slower(pace, base * policy.cut, worst, policy, now_s)
+    if worst.level > 0.0:
+        return replace(pace, calm_samples=0)
+    calm = pace.calm_samples + 1
+    if calm < policy.calm_samples or pace.bytes_per_s >= policy.ceiling_bytes_per_s:
+        return replace(pace, calm_samples=calm)
+    rate = min(policy.ceiling_bytes_per_s, pace.bytes_per_s * policy.grow)
+    return replace(
+        pace, calm_samples=calm, bytes_per_s=rate if rate < 1e13 else math.inf, why=worst.why
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """One sign: at 1 and above the rate is cut, at 0 it may grow, between the two it stays."""
+
+    level: float
+    why: str
+
+
+def _pressures(pace: Pace, seen: Foreground, policy: PacingPolicy) -> Iterable[Pressure]:
+    for name, value, target in (
+        ("time to first token", seen.ttft_s, policy.ttft_target_s),
+        ("time per output token", seen.tpot_s, policy.tpot_target_s),
+    ):
+        if value is not None and target > 0:
+            level = _level(value / target, policy.calm, policy.near)
+            yield Pressure(level, f"{name} {value * 1e3:.1f} ms of {target * 1e3:.1f} ms promised")
+    for name, value, baseline in (
+        ("time per output token", seen.tpot_s if policy.tpot_target_s <= 0 else None, pace.tpot_s),
+        ("KV transfer time", seen.kv_s_per_byte, pace.kv_s_per_byte),
+    ):
+        if value is not None and baseline:
+            level = _level(value / baseline, policy.steady, policy.slowed)
+            yield Pressure(level, f"{name} is {value / baseline:.2f} of what it is without")
+
+
+def _level(ratio: float, low: float, high: float) -> float:
+    return max(0.0, (ratio - low) / (high - low))
+
+
+def _learnt(pace: Pace, seen: Foreground, policy: PacingPolicy) -> Pace:
+    return replace(
+        pace,
+        tpot_s=_mixed(pace.tpot_s, seen.tpot_s, policy.weight),
+        kv_s_per_byte=_mixed(pace.kv_s_per_byte, seen.kv_s_per_byte, policy.weight),
+    )
+
+
+def _mixed(known: float | None, sample: float | None, weight: float) -> float | None:
+    if sample is None or known is None:
+        return known if sample is None else sample
+    return known + weight * (sample - known)
+
+
+def _slower(pace: Pace, rate: float, worst: Pressure, policy: PacingPolicy, now_s: float) -> Pace:
+    if rate >= policy.floor:
+        return replace(pace, bytes_per_s=rate, calm_samples=0, why=worst.why)
+    again = pace.resumed_s is not None and now_s - pace.resumed_s < 2 * policy.pause_max_s
+    pause_s = min(policy.pause_max_s, pace.pause_for_s * 2) if again else policy.pause_s
+    return replace(
+        pace,
+        bytes_per_s=0.0,
+        bucket_bytes=min(0.0, pace.bucket_bytes),
+        paused_s=now_s,
+        pause_for_s=pause_s,
+        calm_samples=0,
+        why=worst.why,
+    )
+
+
+def _maybe_resumed(pace: Pace, worst: Pressure, policy: PacingPolicy, now_s: float) -> Pace:
+    assert pace.paused_s is not None
+    if worst.level >= 1.0 or now_s - pace.paused_s < pace.pause_for_s:
+        return replace(pace, why=worst.why if worst.level >= 1.0 else pace.why)
+    return replace(
+        pace,
+        bytes_per_s=policy.floor,
+        paused_s=None,
+        resumed_s=now_s,
+        filled_s=now_s,
+        why="resumed",
+    )
+
+
+def _filled(pace: Pace, policy: PacingPolicy, now_s: float) -> Pace:
+    passed_s = max(0.0, now_s - pace.filled_s)
+    if math.isinf(pace.bytes_per_s):
+        return replace(pace, bucket_bytes=burst(pace, policy), filled_s=now_s)
+    filled = min(burst(pace, policy), pace.bucket_bytes + pace.bytes_per_s * passed_s)
+    return replace(pace, bucket_bytes=max(filled, min(0.0, pace.bucket_bytes)), filled_s=now_s)
+
+
+def burst(pace: Pace, policy: PacingPolicy) -> float:
+    """Most bytes that may go at once at this rate."""
+    if math.isinf(pace.bytes_per_s):
+        return policy.burst_bytes
+    return max(policy.burst_bytes, pace.bytes_per_s * policy.burst_s)
+
+
+def spend(pace: Pace, size_bytes: int, policy: PacingPolicy, *, now_s: float) -> tuple[Pace, float]:
+    """Promise `size_bytes`; returns the pace and the seconds to wait before they may go.
+
+    Infinite seconds while paused; nothing is promised then. In any window no more than its seconds
+    times the rate, one burst and one promise go out.
+    """
+    if math.isinf(pace.bytes_per_s):
+        return pace, 0.0
+    if pace.bytes_per_s <= 0:
+        return pace, math.inf
+    pace = _filled(pace, policy, now_s)
+    left = pace.bucket_bytes - size_bytes
+    return replace(pace, bucket_bytes=left), max(0.0, -left / pace.bytes_per_s)
+
+
+def elsewhere(pace: Pace, policy: PacingPolicy, *, now_s: float) -> bool:
+    """Whether the pause has lasted so long that readers are better off with another source."""
+    return pace.paused_s is not None and now_s - pace.paused_s > policy.elsewhere_s
