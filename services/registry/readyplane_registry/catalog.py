@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from readyplane.core.compile_key import NOTHING, key_digest
 from readyplane.core.errors import InvalidField, Refused, UnknownField
 from readyplane.core.identity import (
     ArtifactKind,
@@ -22,6 +22,7 @@ from readyplane.core.identity import (
     check_digest,
     parse,
 )
+from readyplane.core.resolution import CANDIDATES_SHOWN_MAX, Candidate, Resolution
 from readyplane.core.text import check_text
 
 MANIFEST_BYTES_MAX = 64 * 1024 * 1024
@@ -29,7 +30,7 @@ NAME_CHARS_MAX = 200
 PURPOSES = ("weights", "config", "tokenizer", "other")
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 MODEL_TOKENS_MAX = 2**31
-CANDIDATES_SHOWN_MAX = 5
+KEY_DIGEST = "key_digest"
 NEED_FIELDS = (
     "kind",
     "model",
@@ -39,6 +40,7 @@ NEED_FIELDS = (
     "capability",
     "chunk_bytes",
     "tokenizer_digest",
+    KEY_DIGEST,
     "parallel.tp",
     "parallel.pp",
     "parallel.ep",
@@ -239,37 +241,47 @@ def need_value(manifest: Manifest, name: str) -> str | None:
     if name not in NEED_FIELDS:
         remedy = f"use {', '.join(NEED_FIELDS)}, config.NAME or key.NAME"
         raise UnknownField(f"need.{name}", name, remedy)
+    if name == KEY_DIGEST:
+        return key_digest(manifest.key)
     return str(getattr(manifest, name.rpartition(".")[2]))
 
 
 def differing(manifest: Manifest, need: Mapping[str, str]) -> tuple[FieldDifference, ...]:
-    """The fields of the need that the manifest does not meet: left is needed, right is found."""
-    return tuple(
-        FieldDifference(name, wanted, "nothing" if found is None else found)
+    """The fields of the need that the manifest does not meet: left is needed, right is found.
+
+    A need for a `key_digest` is one for the whole key: fields that only the manifest has differ
+    as well, and are named instead of the two digests.
+    """
+    found = {name: need_value(manifest, name) for name in need}
+    fields = [
+        FieldDifference(name, wanted, NOTHING if found[name] is None else str(found[name]))
         for name, wanted in sorted(need.items())
-        if (found := need_value(manifest, name)) != wanted
-    )
+        if found[name] != wanted
+    ]
+    if any(f.field == KEY_DIGEST for f in fields):
+        more = [
+            FieldDifference(f"key.{name}", NOTHING, value)
+            for name, value in sorted(manifest.key.items())
+            if f"key.{name}" not in need
+        ]
+        named = [f for f in fields if f.field != KEY_DIGEST] + more
+        fields = named if any(f.field.startswith("key.") for f in named) else fields
+    return tuple(fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The artifact that meets a need, or the reasons why none does, the nearest first."""
-
-    manifest: Manifest | None
-    reasons: tuple[str, ...] = ()
-
-
-def choose(candidates: Sequence[Manifest], *, need: Mapping[str, str]) -> Choice:
+def choose(
+    candidates: Sequence[Manifest],
+    *,
+    need: Mapping[str, str],
+    shown_max: int = CANDIDATES_SHOWN_MAX,
+) -> Resolution:
     """The first candidate that meets every field of the need; candidates come newest first."""
-    misses: list[tuple[int, int, str]] = []
+    misses: list[tuple[int, int, Candidate]] = []
     for place, manifest in enumerate(candidates):
         fields = differing(manifest, need)
         if not fields:
-            return Choice(manifest)
-        told = ", ".join(f"{f.field}: needed {f.left}, has {f.right}" for f in fields)
-        misses.append((len(fields), place, f"{manifest.digest}: {told}"))
-    misses.sort()
-    reasons = [text for _count, _place, text in misses[:CANDIDATES_SHOWN_MAX]]
-    if len(misses) > CANDIDATES_SHOWN_MAX:
-        reasons.append(f"and {len(misses) - CANDIDATES_SHOWN_MAX} more that differ as much or more")
-    return Choice(None, tuple(reasons))
+            return Resolution(manifest)
+        misses.append((len(fields), place, Candidate(manifest.digest, fields)))
+    misses.sort(key=lambda miss: miss[:2])
+    shown = tuple(candidate for _count, _place, candidate in misses[:shown_max])
+    return Resolution(None, shown, len(misses) - len(shown))

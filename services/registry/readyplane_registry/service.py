@@ -22,6 +22,12 @@ from readyplane.core.errors import (
     Refused,
 )
 from readyplane.core.identity import Manifest, check_digest
+from readyplane.core.resolution import (
+    CANDIDATES_MAX,
+    CANDIDATES_SHOWN_MAX,
+    Resolution,
+    withdrawn_tag,
+)
 from readyplane.kit.clock import Clock
 from readyplane.ports import FetchPlan, ManifestSummary, Source, Tag, Transfer
 from readyplane_registry import catalog
@@ -273,41 +279,65 @@ class RegistryService:
             IdentityMismatch: every candidate differs from the need; the fields are named.
             InvalidField: reference, kind or a field of the need is wrong.
         """
+        found = await self.resolve_need(reference, kind=kind, need=dict(need or {}))
+        if found.manifest is None:
+            remedy = "publish an artifact with these fields, or ask for other ones"
+            raise IdentityMismatch(f"{kind} of {reference!r}", found.reasons, remedy)
+        return found.manifest
+
+    async def resolve_need(
+        self,
+        reference: str,
+        *,
+        kind: str,
+        need: Mapping[str, str],
+        candidates_max: int = CANDIDATES_SHOWN_MAX,
+    ) -> Resolution:
+        """As `resolve`, with the candidates and their differing fields as an answer.
+
+        Raises:
+            NotFound: nothing has that name.
+            InvalidField: reference, kind, a field of the need or the number is wrong.
+        """
+        if not 1 <= candidates_max <= CANDIDATES_MAX:
+            raise InvalidField("candidates_max", candidates_max, f"use 1 to {CANDIDATES_MAX}")
         try:
-            manifest = await self._resolve(reference, kind=kind, need=dict(need or {}))
+            found = await self._resolve(reference, kind, dict(need), candidates_max)
         except NotFound:
             self._tally.count("resolves", outcome="unknown")
             raise
-        except IdentityMismatch:
-            self._tally.count("resolves", outcome="mismatch")
-            raise
-        self._tally.count("resolves", outcome="found")
-        return manifest
+        outcome = "mismatch" if found.manifest is None else "found"
+        self._tally.count("resolves", outcome=outcome)
+        return found
 
-    async def _resolve(self, reference: str, *, kind: str, need: dict[str, str]) -> Manifest:
+    async def _resolve(
+        self, reference: str, kind: str, need: dict[str, str], candidates_max: int
+    ) -> Resolution:
         catalog.check_kind(kind)
         reference = catalog.check_reference(reference)
         if catalog.is_digest(reference):
-            candidates = [await self.get_manifest(reference)]
+            found = [reference]
         else:
             tag = await self._store.get_tag(reference)
-            found = (
-                [tag.digest]
-                if tag is not None
-                else [
-                    r.digest for r in await self._store.list_manifests(model=reference, kind=kind)
-                ]
-            )
+            if tag is not None:
+                named = [tag.digest]
+            else:
+                records = await self._store.list_manifests(model=reference, kind=kind)
+                named = [record.digest for record in records]
+            found = await self._not_withdrawn(named)
+            if named and not found:
+                raise NotFound(f"{kind} of", reference, "it was withdrawn; publish another")
             if not found:
                 await self._say_unknown(reference, kind)
             if not need and tag is None:
                 found = found[:1]
-            candidates = [await self.get_manifest(digest) for digest in found]
-        choice = catalog.choose(candidates, need={**need, "kind": kind})
-        if choice.manifest is None:
-            remedy = "publish an artifact with these fields, or ask for other ones"
-            raise IdentityMismatch(f"{kind} of {reference!r}", choice.reasons, remedy)
-        return choice.manifest
+        candidates = [await self.get_manifest(digest) for digest in found]
+        return catalog.choose(candidates, need={**need, "kind": kind}, shown_max=candidates_max)
+
+    async def _not_withdrawn(self, digests: list[str]) -> list[str]:
+        """Without those that a tag says of that nobody may resolve to them any more."""
+        tags = await self._store.tags_of(digests)
+        return [digest for digest in digests if withdrawn_tag(digest) not in tags.get(digest, ())]
 
     async def _say_unknown(self, reference: str, kind: str) -> None:
         others = await self._store.list_manifests(model=reference, limit=1)
