@@ -83,14 +83,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     def _wrap(self, handler: Handler) -> Handler:
         kind, make = _kind(handler)
         behaviour = getattr(handler, kind)
+        given = _each_readable if handler.request_streaming else _readable
         if not handler.response_streaming:
-            inner = self._unary(behaviour)
+            inner = self._unary(behaviour, given)
         elif inspect.isasyncgenfunction(behaviour):
-            inner = self._stream(behaviour)
+            inner = self._stream(behaviour, given)
         else:  # an awaitable that calls context.write
-            inner = self._tracked(self._unary(behaviour))
+            inner = self._tracked(self._unary(behaviour, given))
         parse = handler.request_deserializer
-        if not handler.request_streaming and parse is not None:
+        if parse is not None:
             parse = _reading(parse)
         return make(
             inner,
@@ -98,15 +99,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             response_serializer=handler.response_serializer,
         )
 
-    def _unary(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    def _unary(
+        self, behaviour: Callable[..., Any], given: Callable[[Any], Any]
+    ) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> Any:
             try:
-                if isinstance(request, InvalidField):
-                    raise request
                 if not telemetry.tracing_on():
-                    return await behaviour(request, context)
+                    return await behaviour(given(request), context)
                 with self._span(behaviour, context):
-                    return await behaviour(request, context)
+                    return await behaviour(given(request), context)
             except (grpc.aio.AbortError, asyncio.CancelledError):
                 raise
             except Exception as error:  # noqa: BLE001 - every failure becomes a status
@@ -114,15 +115,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
         return call
 
-    def _stream(self, behaviour: Callable[..., AsyncIterator[Any]]) -> Callable[..., Any]:
+    def _stream(
+        self, behaviour: Callable[..., AsyncIterator[Any]], given: Callable[[Any], Any]
+    ) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
             task = asyncio.current_task()
             assert task is not None
             self._streams.add(task)
             try:
-                if isinstance(request, InvalidField):
-                    raise request
-                async with aclosing(behaviour(request, context)) as answers:  # type: ignore[type-var]
+                answers = behaviour(given(request), context)
+                async with aclosing(answers):  # type: ignore[type-var]
                     async for answer in answers:
                         yield answer
             except grpc.aio.AbortError:
@@ -177,6 +179,19 @@ def _reading(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return error
 
     return readable
+
+
+def _readable(request: Any) -> Any:
+    """The request, or what is wrong with it raised where its answer is in our words."""
+    if isinstance(request, InvalidField):
+        raise request
+    return request
+
+
+async def _each_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """A stream of requests; the first that cannot be read ends the call."""
+    async for request in requests:
+        yield _readable(request)
 
 
 def _refusing(handler: Handler, error: ReadyplaneError) -> Handler:

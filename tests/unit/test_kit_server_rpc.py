@@ -48,9 +48,9 @@ HTTP = {
 
 
 class Router(router_pb2_grpc.RouterServicer):
-    Register = Session = Admit = Drain = ListWorkers = None  # type: ignore[assignment]
+    Register = Admit = Drain = ListWorkers = None  # type: ignore[assignment]
     ReportRank = Leave = Complete = GetSignals = Activate = Flip = None  # type: ignore[assignment]
-    Move = Ration = RouteBatch = RouteStream = None  # type: ignore[assignment]
+    Move = Ration = RouteBatch = None  # type: ignore[assignment]
 
     async def Route(self, request: Any, context: Any) -> Any:
         if request.model in ERRORS:
@@ -58,6 +58,16 @@ class Router(router_pb2_grpc.RouterServicer):
         if request.model == "bug":
             raise ZeroDivisionError("secret detail")
         return pb.RouteResponse(reservation_id=request.model)
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async for message in request_iterator:
+            yield pb.SessionResponse(number=message.number)
+
+    async def RouteStream(  # type: ignore[override]
+        self, request_iterator: Any, context: Any
+    ) -> None:
+        async for message in request_iterator:  # the other way to write a stream
+            await context.write(pb.RouteStreamResponse(applied=len(message.requests)))
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         if request.model in ERRORS:
@@ -454,3 +464,20 @@ async def test_an_on_stop_that_hangs_or_fails_does_not_hold_the_end(
         async with asyncio.timeout(8):
             async with running(make(tmp_path), on_stop=on_stop):
                 pass
+
+
+@pytest.mark.parametrize("method", ["Session", "RouteStream"])
+async def test_bytes_of_a_stream_that_nobody_can_read(tmp_path: Path, method: str) -> None:
+    """They end the call in the words of a wrong field, after the answers to what came before."""
+    server = make(tmp_path)
+    async with running(server), grpc.aio.insecure_channel(server.grpc_address) as channel:
+        call: Any = channel.stream_stream(f"/{NAME}/{method}")()
+        await call.write(b"")
+        assert await call.read() is not grpc.aio.EOF
+        await call.write(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(5):
+                await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, InvalidField) and error.field == "message"
