@@ -10,6 +10,8 @@ from readyplane.core.identity import chunk_hash
 CHUNK_BYTES = 4096
 CONFIG = {"max_model_len": 4096, "vocab_size": 512, "eos_token_id": 2}
 
+SCALES = {"granularity": "tensor", "dtype": "F32"}
+
 
 def safetensors(tensors: dict[str, bytes]) -> bytes:
     """A well-formed safetensors file of U8 tensors."""
@@ -48,6 +50,8 @@ def document(
 ) -> dict[str, Any]:
     """A publishable weights manifest of one tensor in one plain file; `salt` makes it another one."""
     config = {**CONFIG, "salt": salt} if salt else dict(CONFIG)
+    if fields.get("quantisation", "none") != "none":
+        fields = {"schema": "readyplane/manifest/2", "scales": SCALES, **fields}
     return {
         "schema": "readyplane/manifest/1",
         "kind": "weights",

@@ -1,17 +1,14 @@
 """Identity is content: canonical documents, their digests, and the differing fields of two.
 
-Owns the canonical form, the manifest of an artifact and the KV format of a worker. A digest is
-`sha256:` followed by 64 hex digits, over the canonical form; nothing is truncated, lower-cased or
-dropped. Paths in a manifest are relative POSIX paths, so that a digest does not depend on where
-something is installed.
+Owns the manifest of an artifact and the KV format of a worker. A digest is `sha256:` followed by 64
+hex digits, over the canonical form (`canonical`); nothing is truncated, lower-cased or dropped.
+Paths in a manifest are relative POSIX paths, so that a digest does not depend on where something is
+installed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -20,10 +17,39 @@ from typing import Any
 
 import xxhash
 
+from readyplane.core.canonical import (
+    canonical,
+    check_digest,
+    digest_of,
+    digest_of_bytes,
+    nfc,
+    parse,
+)
 from readyplane.core.errors import InvalidField
 
+__all__ = [
+    "ArtifactKind",
+    "Canary",
+    "FieldDifference",
+    "FileEntry",
+    "KvFormat",
+    "Manifest",
+    "Scales",
+    "TensorEntry",
+    "canonical",
+    "check_digest",
+    "chunk_hash",
+    "compatible",
+    "digest_of",
+    "digest_of_bytes",
+    "parse",
+]
+SCHEMA, SCHEMA_SCALED = "readyplane/manifest/1", "readyplane/manifest/2"
+GRANULARITIES = ("tensor", "channel", "token", "group", "block")
+ACTIVATIONS = ("none", "static", "dynamic")
 CHUNK_BYTES_DEFAULT = 8 * 1024 * 1024
 CHUNK_BYTES_MAX = 256 * 1024 * 1024
+SHAPE_DIMENSIONS_MAX = 32
 DTYPE_BYTES: Mapping[str, int] = {
     "F64": 8,
     "I64": 8,
@@ -52,97 +78,6 @@ class ArtifactKind(StrEnum):
     KV_PROFILE = "kv_profile"
 
 
-def canonical(value: object, *, where: str = "document") -> bytes:
-    """Canonical UTF-8 form of a JSON value: equal meaning gives equal bytes.
-
-    Keys are sorted by code point; text is NFC; integers are exact; a float with an integral value
-    is written as that integer (1.0 and 1 are one number), other floats as their shortest repr.
-
-    Raises:
-        InvalidField: NaN, infinity, a non-text key, or a type that JSON does not have.
-    """
-    return _canonical(value, where).encode()
-
-
-def _canonical(value: object, where: str) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(unicodedata.normalize("NFC", value), ensure_ascii=False)
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise InvalidField(where, value, "use a finite number")
-        return str(int(value)) if value.is_integer() else repr(value)
-    if isinstance(value, Mapping):
-        pairs: dict[str, str] = {}
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise InvalidField(where, key, "use text as key")
-            name = unicodedata.normalize("NFC", key)
-            if name in pairs:
-                raise InvalidField(where, key, "remove the duplicate key")
-            pairs[name] = _canonical(item, f"{where}.{name}")
-        body = ",".join(
-            f"{json.dumps(name, ensure_ascii=False)}:{pairs[name]}" for name in sorted(pairs)
-        )
-        return "{" + body + "}"
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return (
-            "[" + ",".join(_canonical(item, f"{where}[{i}]") for i, item in enumerate(value)) + "]"
-        )
-    raise InvalidField(where, value, "use null, true, false, a number, text, a list or an object")
-
-
-def parse(data: bytes | str, *, where: str = "document") -> Any:
-    """Parse JSON strictly: duplicate keys, NaN and infinities are refused.
-
-    Raises:
-        InvalidField: not JSON, or JSON with a duplicate key or a non-finite number.
-    """
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for key, item in items:
-            if key in out:
-                raise InvalidField(f"{where}.{key}", item, "remove the duplicate key")
-            out[key] = item
-        return out
-
-    def constant(text: str) -> float:
-        raise InvalidField(where, text, "use a finite number")
-
-    try:
-        return json.loads(data, object_pairs_hook=pairs, parse_constant=constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidField(where, str(data[:60]), f"send valid JSON ({error})") from error
-
-
-def digest_of(value: object) -> str:
-    """`sha256:<64 hex>` over the canonical form."""
-    return "sha256:" + hashlib.sha256(canonical(value)).hexdigest()
-
-
-def digest_of_bytes(data: bytes | bytearray | memoryview) -> str:
-    """`sha256:<64 hex>` over raw bytes."""
-    return "sha256:" + hashlib.sha256(data).hexdigest()
-
-
-def check_digest(digest: str, *, where: str = "digest") -> str:
-    """Return the digest if it is well formed.
-
-    Raises:
-        InvalidField: anything but `sha256:` and 64 lower-case hex digits.
-    """
-    body = digest.removeprefix("sha256:")
-    if not digest.startswith("sha256:") or len(body) != 64 or set(body) - set("0123456789abcdef"):
-        raise InvalidField(where, digest, "write sha256: followed by 64 lower-case hex digits")
-    return digest
-
-
 def chunk_hash(data: bytes | bytearray | memoryview) -> str:
     """xxh3-128 of one chunk as 32 hex digits: the check of the hot path."""
     return xxhash.xxh3_128_hexdigest(data)
@@ -158,6 +93,7 @@ class FileEntry:
         sha256: `sha256:<64 hex>` of the whole content.
         chunks: xxh3-128 of each chunk of `Manifest.chunk_bytes` (the last may be shorter).
         purpose: `weights`, `config`, `tokenizer` or `other`.
+        ranks: which ranks need it (empty = every rank); for what has no tensors, as an engine has.
     """
 
     path: str
@@ -165,6 +101,7 @@ class FileEntry:
     sha256: str
     chunks: tuple[str, ...]
     purpose: str = "weights"
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +126,26 @@ class Canary:
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """How stored values become real ones: real = stored * scale (R10.1).
+
+    Attributes:
+        granularity: what one scale is for: `tensor`, `channel`, `token`, `group` or `block`.
+        dtype: of the scales, as a safetensors name.
+        group: elements that one scale covers: (128,) of a group, (128, 128) of a block, else ().
+        activations: whether activations are quantised too: `none`, `static` or `dynamic`.
+        tensors: names of the tensors that are scales, sorted; empty where the format carries them
+            inside its own tensors.
+    """
+
+    granularity: str
+    dtype: str
+    group: tuple[int, ...] = ()
+    activations: str = "none"
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """An immutable description of an artifact; its digest is the artifact's identity (R10.1).
 
@@ -207,6 +164,7 @@ class Manifest:
             `eos_token_id`, ...).
         canary: the known answer (weights only).
         key: the key of a compile artifact or KV profile, field by field (R12.1, R16.1).
+        scales: of quantised weights or a quantised engine, else None.
     """
 
     kind: ArtifactKind
@@ -224,6 +182,7 @@ class Manifest:
     config: Mapping[str, Any] = field(default_factory=dict)
     canary: Canary | None = None
     key: Mapping[str, str] = field(default_factory=dict)
+    scales: Scales | None = None
 
     @property
     def digest(self) -> str:
@@ -241,13 +200,29 @@ class Manifest:
         found = [[f.path, f.sha256] for f in self.files if f.purpose == "tokenizer"]
         return digest_of(found) if found else ""
 
+    @property
+    def world(self) -> int:
+        """Ranks that the artifact is placed for."""
+        return self.tp * self.pp * self.ep
+
+    @property
+    def schema(self) -> str:
+        """The oldest schema that can say it: what came later never changes an older identity."""
+        later = self.scales is not None or any(entry.ranks for entry in self.files)
+        return SCHEMA_SCALED if later else SCHEMA
+
     def document(self) -> dict[str, Any]:
         """The JSON document that is stored, signed and hashed."""
+        scaled = self.schema == SCHEMA_SCALED
+        files = [_plain(entry) for entry in self.files]
+        if not scaled:
+            for entry in files:
+                del entry["ranks"]
         return {
-            "schema": "readyplane/manifest/1",
+            "schema": self.schema,
             "kind": str(self.kind),
             "model": self.model,
-            "files": [_plain(entry) for entry in self.files],
+            "files": files,
             "tensors": [_plain(entry) for entry in self.tensors],
             "chunk_bytes": self.chunk_bytes,
             "quantisation": self.quantisation,
@@ -258,6 +233,7 @@ class Manifest:
             "config": dict(self.config),
             "canary": _plain(self.canary) if self.canary else None,
             "key": dict(self.key),
+            **({"scales": _plain(self.scales) if self.scales else None} if scaled else {}),
         }
 
     @classmethod
@@ -280,14 +256,13 @@ def _plain(entry: Any) -> dict[str, Any]:
 def _read_manifest(document: object) -> Manifest:
     where = "manifest"
     doc = _object(document, where)
-    known = set(Manifest(ArtifactKind.WEIGHTS, "", ()).document())
-    for name in sorted(set(doc) - known):
-        raise InvalidField(f"{where}.{name}", doc[name], "remove the unknown field")
+    _known(doc, (*Manifest(ArtifactKind.WEIGHTS, "", ()).document(), "scales"), where)
     for name in ("schema", "kind", "model", "files"):
         if name not in doc:
             raise InvalidField(f"{where}.{name}", None, "give this field")
-    if doc["schema"] != "readyplane/manifest/1":
-        raise InvalidField(f"{where}.schema", doc["schema"], "write readyplane/manifest/1")
+    if doc["schema"] not in {SCHEMA, SCHEMA_SCALED}:
+        remedy = f"write {SCHEMA}, or {SCHEMA_SCALED} with scales or ranks of files"
+        raise InvalidField(f"{where}.schema", doc["schema"], remedy)
     try:
         kind = ArtifactKind(doc["kind"])
     except ValueError:
@@ -315,12 +290,13 @@ def _read_manifest(document: object) -> Manifest:
     if kind is ArtifactKind.WEIGHTS and not tensors:
         raise InvalidField(f"{where}.tensors", [], "list every tensor of the weights")
     parallel = _object(doc.get("parallel", {}), f"{where}.parallel")
+    _known(parallel, ("tp", "pp", "ep"), f"{where}.parallel")
     sizes = {
         name: _whole(parallel.get(name, 1), f"{where}.parallel.{name}", 1, 4096)
         for name in ("tp", "pp", "ep")
     }
-    canary = doc.get("canary")
-    return Manifest(
+    canary, scales = doc.get("canary"), doc.get("scales")
+    manifest = Manifest(
         kind=kind,
         model=model,
         files=tuple(sorted(files, key=lambda f: f.path)),
@@ -332,18 +308,24 @@ def _read_manifest(document: object) -> Manifest:
         tp=sizes["tp"],
         pp=sizes["pp"],
         ep=sizes["ep"],
-        capability=str(doc.get("capability", "")),
+        capability=_text(doc.get("capability", ""), f"{where}.capability", empty=True),
         config=_object(doc.get("config", {}), f"{where}.config"),
         canary=None if canary is None else _read_canary(canary, f"{where}.canary"),
         key={
-            name: _text(value, f"{where}.key.{name}")
+            _text(name, f"{where}.key"): _text(value, f"{where}.key.{name}")
             for name, value in _object(doc.get("key", {}), f"{where}.key").items()
         },
+        scales=None if scales is None else _read_scales(scales, f"{where}.scales", tensors),
     )
+    if manifest.schema != doc["schema"]:  # one meaning, one digest
+        remedy = f"write {manifest.schema}: {SCHEMA_SCALED} is for scales and ranks of files"
+        raise InvalidField(f"{where}.schema", doc["schema"], remedy)
+    return manifest
 
 
 def _read_file(item: object, where: str, chunk_bytes: int) -> FileEntry:
     doc = _object(item, where)
+    _known(doc, FileEntry.__slots__, where)
     path = _text(doc.get("path"), f"{where}.path")
     parts = path.split("/")
     if path.startswith("/") or "\\" in path or "\0" in path or set(parts) & {"", ".", ".."}:
@@ -351,30 +333,30 @@ def _read_file(item: object, where: str, chunk_bytes: int) -> FileEntry:
             f"{where}.path", path, "use a relative POSIX path without empty, '.' or '..' parts"
         )
     size = _whole(doc.get("size_bytes"), f"{where}.size_bytes", 0, 2**50)
-    chunks = tuple(str(c) for c in _list(doc.get("chunks"), f"{where}.chunks"))
+    chunks = _list(doc.get("chunks"), f"{where}.chunks")
     wanted = -(-size // chunk_bytes)
     if len(chunks) != wanted:
         raise InvalidField(
             f"{where}.chunks", len(chunks), f"give {wanted} chunk hashes for {size} bytes"
         )
     for i, chunk in enumerate(chunks):
-        if len(chunk) != 32 or set(chunk) - set("0123456789abcdef"):
+        if not isinstance(chunk, str) or len(chunk) != 32 or set(chunk) - set("0123456789abcdef"):
             raise InvalidField(f"{where}.chunks[{i}]", chunk, "write 32 lower-case hex digits")
     return FileEntry(
         path=path,
         size_bytes=size,
         sha256=check_digest(str(doc.get("sha256")), where=f"{where}.sha256"),
-        chunks=chunks,
+        chunks=tuple(chunks),
         purpose=_text(doc.get("purpose", "weights"), f"{where}.purpose"),
+        ranks=_ranks(doc.get("ranks", []), f"{where}.ranks"),
     )
 
 
 def _read_tensor(item: object, where: str, files: Mapping[str, FileEntry]) -> TensorEntry:
     doc = _object(item, where)
+    _known(doc, TensorEntry.__slots__, where)
     name = _text(doc.get("name"), f"{where}.name")
-    dtype = _text(doc.get("dtype"), f"{where}.dtype")
-    if dtype not in DTYPE_BYTES:
-        raise InvalidField(f"{where}.dtype", dtype, "write one of " + ", ".join(DTYPE_BYTES))
+    dtype = _dtype(doc.get("dtype"), f"{where}.dtype")
     shape = tuple(
         _whole(n, f"{where}.shape", 0, 2**40) for n in _list(doc.get("shape"), f"{where}.shape")
     )
@@ -383,6 +365,9 @@ def _read_tensor(item: object, where: str, files: Mapping[str, FileEntry]) -> Te
         raise InvalidField(f"{where}.file", file, "name a file of this manifest")
     offset = _whole(doc.get("offset_bytes"), f"{where}.offset_bytes", 0, 2**50)
     size = _whole(doc.get("size_bytes"), f"{where}.size_bytes", 0, 2**50)
+    if len(shape) > SHAPE_DIMENSIONS_MAX:
+        remedy = f"use at most {SHAPE_DIMENSIONS_MAX} numbers"
+        raise InvalidField(f"{where}.shape", len(shape), remedy)
     wanted = math.prod(shape) * DTYPE_BYTES[dtype]
     if size != wanted:
         raise InvalidField(
@@ -394,14 +379,42 @@ def _read_tensor(item: object, where: str, files: Mapping[str, FileEntry]) -> Te
             offset,
             f"keep the tensor inside {file} ({files[file].size_bytes} bytes)",
         )
-    ranks = tuple(
-        _whole(n, f"{where}.ranks", 0, 65535) for n in _list(doc.get("ranks", []), f"{where}.ranks")
-    )
+    ranks = _ranks(doc.get("ranks", []), f"{where}.ranks")
     return TensorEntry(name, dtype, shape, file, offset, size, ranks)
+
+
+def _read_scales(item: object, where: str, tensors: Sequence[TensorEntry]) -> Scales:
+    doc = _object(item, where)
+    _known(doc, Scales.__slots__, where)
+    granularity = _choice(doc.get("granularity"), f"{where}.granularity", GRANULARITIES)
+    group = tuple(
+        _whole(n, f"{where}.group", 1, 2**20) for n in _list(doc.get("group", []), f"{where}.group")
+    )
+    wanted = {"group": 1, "block": 2}.get(granularity, 0)
+    if len(group) != wanted:
+        remedy = f"give {wanted} numbers of elements for granularity {granularity}"
+        raise InvalidField(f"{where}.group", list(group), remedy)
+    names = [
+        _text(name, f"{where}.tensors")
+        for name in _list(doc.get("tensors", []), f"{where}.tensors")
+    ]
+    _distinct(names, f"{where}.tensors[]")
+    known = {tensor.name for tensor in tensors}
+    for name in names:
+        if name not in known:
+            raise InvalidField(f"{where}.tensors", name, "name tensors of this manifest")
+    return Scales(
+        granularity=granularity,
+        dtype=_dtype(doc.get("dtype"), f"{where}.dtype"),
+        group=group,
+        activations=_choice(doc.get("activations", "none"), f"{where}.activations", ACTIVATIONS),
+        tensors=tuple(sorted(names)),
+    )
 
 
 def _read_canary(item: object, where: str) -> Canary:
     doc = _object(item, where)
+    _known(doc, Canary.__slots__, where)
 
     def tokens(name: str) -> tuple[int, ...]:
         found = _list(doc.get(name), f"{where}.{name}")
@@ -437,10 +450,30 @@ def _list(value: object, where: str) -> list[Any]:
     return list(value)
 
 
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidField(where, value, "use a non-empty text")
+def _text(value: object, where: str, *, empty: bool = False) -> str:
+    """Text in form NFC: what is sorted and compared here is what the canonical form holds."""
+    if not isinstance(value, str) or not (value or empty):
+        raise InvalidField(where, value, "use text" if empty else "use a non-empty text")
+    return nfc(value)
+
+
+def _choice(value: object, where: str, choices: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidField(where, value, "write one of " + ", ".join(choices))
     return value
+
+
+def _dtype(value: object, where: str) -> str:
+    return _choice(value, where, tuple(DTYPE_BYTES))
+
+
+def _ranks(value: object, where: str) -> tuple[int, ...]:
+    return tuple(_whole(n, where, 0, 65535) for n in _list(value, where))
+
+
+def _known(doc: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    for name in sorted(set(doc) - set(names), key=str):
+        raise InvalidField(f"{where}.{name}", doc[name], "remove the unknown field")
 
 
 def _whole(value: object, where: str, low: int, high: int) -> int:

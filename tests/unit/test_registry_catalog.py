@@ -210,7 +210,7 @@ def test_the_first_candidate_that_meets_the_need_is_chosen() -> None:
 
 
 def test_the_nearest_candidates_are_named_and_the_rest_counted() -> None:
-    many = [manifest(salt=str(i)) for i in range(8)] + [manifest(salt="n", layout="x")]
-    none = choose(many, need={"layout": "x", "quantisation": "fp8"})
+    many = [manifest(salt=str(i)) for i in range(8)] + [manifest(salt="n", layout="x/1")]
+    none = choose(many, need={"layout": "x/1", "quantisation": "fp8"})
     assert len(none.reasons) == 6 and "and 4 more" in none.reasons[-1]
     assert none.reasons[0].endswith(": quantisation: needed fp8, has none")

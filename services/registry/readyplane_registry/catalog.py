@@ -24,12 +24,12 @@ from readyplane.core.identity import (
 )
 from readyplane.core.resolution import CANDIDATES_SHOWN_MAX, Candidate, Resolution
 from readyplane.core.text import check_text
+from readyplane_registry.kinds import kind_faults
 
 MANIFEST_BYTES_MAX = 64 * 1024 * 1024
 NAME_CHARS_MAX = 200
 PURPOSES = ("weights", "config", "tokenizer", "other")
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
-MODEL_TOKENS_MAX = 2**31
 KEY_DIGEST = "key_digest"
 NEED_FIELDS = (
     "kind",
@@ -57,13 +57,7 @@ def read_document(document: object) -> tuple[Manifest, bytes]:
         InvalidField: a field is wrong; it is named with its value.
         Refused: the fields are right, but such an artifact could never be served.
     """
-    try:
-        data = canonical(Manifest.from_document(document).document(), where="manifest")
-    except RecursionError as error:
-        raise InvalidField("manifest", "nested too deeply", "use fewer levels") from error
-    except UnicodeEncodeError as error:
-        remedy = "use text that UTF-8 can carry"
-        raise InvalidField("manifest", error.object[error.start : error.end], remedy) from error
+    data = canonical(Manifest.from_document(document).document(), where="manifest")
     if len(data) > MANIFEST_BYTES_MAX:
         raise InvalidField("manifest", f"{len(data)} bytes", f"stay below {MANIFEST_BYTES_MAX}")
     manifest = Manifest.from_document(parse(data, where="manifest"))
@@ -97,13 +91,7 @@ def object_document(text: str | bytes) -> dict[str, Any]:
 
 def publishable(manifest: Manifest) -> tuple[str, ...]:
     """Every reason why this artifact could never be served; empty when it may be published."""
-    reasons = [*_name_faults(manifest), *_file_faults(manifest.files)]
-    if manifest.kind is ArtifactKind.WEIGHTS:
-        reasons += _weights_faults(manifest)
-        reasons += _config_faults(manifest)
-    elif not manifest.key:
-        reasons.append(f"key: a {manifest.kind} artifact needs the fields it depends on")
-    return tuple(reasons)
+    return (*_name_faults(manifest), *_file_faults(manifest.files), *kind_faults(manifest))
 
 
 def _name_faults(manifest: Manifest) -> Iterable[str]:
@@ -129,53 +117,6 @@ def _file_faults(files: Sequence[FileEntry]) -> Iterable[str]:
             for folder in above
             if folder in paths
         )
-
-
-def _weights_faults(manifest: Manifest) -> Iterable[str]:
-    purposes = {entry.path: entry.purpose for entry in manifest.files}
-    used = {tensor.file for tensor in manifest.tensors}
-    for path in sorted(used):
-        if purposes[path] != "weights":
-            yield f"files[{path}].purpose: holds tensors, write weights (not {purposes[path]})"
-    for path, purpose in sorted(purposes.items()):
-        if purpose == "weights" and path not in used:
-            yield f"files[{path}]: a weights file that no tensor lies in"
-    world = manifest.tp * manifest.pp * manifest.ep
-    owned: set[int] = set()
-    for tensor in manifest.tensors:
-        owned.update(tensor.ranks or range(world))
-        foreign = [rank for rank in tensor.ranks if rank >= world]
-        if foreign:
-            yield f"tensors[{tensor.name}].ranks: {foreign[0]} of a world of {world} ranks"
-    missing = sorted(set(range(world)) - owned)
-    if missing:
-        yield f"tensors: no tensor belongs to rank {missing[0]} of {world}"
-
-
-def _config_faults(manifest: Manifest) -> Iterable[str]:
-    config = manifest.config
-    for name in ("max_model_len", "vocab_size"):
-        if not _whole(config.get(name), 1, MODEL_TOKENS_MAX):
-            yield (
-                f"config.{name}: {config.get(name)!r} is not a whole number of 1 to "
-                f"{MODEL_TOKENS_MAX}"
-            )
-            return
-    vocab = int(config["vocab_size"])
-    eos = config.get("eos_token_id")
-    for token in eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]:
-        if not _whole(token, 0, vocab - 1):
-            yield f"config.eos_token_id: {token!r} is not a token of a vocabulary of {vocab}"
-    if manifest.canary is not None:
-        for name in ("prompt_token_ids", "golden_token_ids"):
-            tokens: tuple[int, ...] = getattr(manifest.canary, name)
-            bad = [token for token in tokens if token >= vocab]
-            if bad:
-                yield f"canary.{name}: {bad[0]} is not a token of a vocabulary of {vocab}"
-
-
-def _whole(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def is_digest(reference: str) -> bool:
