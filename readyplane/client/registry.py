@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc.aio
 
 from readyplane import wire
 from readyplane.client.channel import ServiceClient
+from readyplane.core.chunks import ChunkRanges
 from readyplane.core.errors import IdentityMismatch
 from readyplane.core.identity import Manifest, canonical
-from readyplane.ports import FetchPlan, ManifestSummary, Source, Tag, Transfer
+from readyplane.ports import (
+    FetchPlan,
+    ManifestSummary,
+    Source,
+    StartNode,
+    StartPlacement,
+    Tag,
+    Transfer,
+)
 from readyplane.v1 import registry_pb2 as pb
 from readyplane.v1 import registry_pb2_grpc
+from readyplane.wire.registry import ranges_to_proto
 
 PUBLISH_TIMEOUT_S = 120.0
 PAGE_SIZE = 500
@@ -120,19 +130,57 @@ class RegistryClient(ServiceClient):
         )
 
     async def plan_fetch(
-        self, digest: str, *, worker_id: str, incarnation: str, node: str
+        self,
+        digest: str,
+        *,
+        worker_id: str,
+        incarnation: str,
+        node: str,
+        missing: ChunkRanges = (),
+        rack: str = "",
+        layout_digest: str = "",
     ) -> FetchPlan:
         """Sources for one target, best first."""
         response: pb.PlanFetchResponse = await self.call(
             "PlanFetch",
             lambda: pb.PlanFetchRequest(
-                digest=digest, worker_id=worker_id, incarnation=incarnation, node=node
+                digest=digest,
+                worker_id=worker_id,
+                incarnation=incarnation,
+                node=node,
+                missing=ranges_to_proto(missing),
+                rack=rack,
+                layout_digest=layout_digest,
             ),
         )
         return wire.fetch_plan_from_proto(response)
 
+    async def place_start(
+        self, digest: str, *, nodes: Sequence[StartNode], starts: int = 1, layout_digest: str = ""
+    ) -> StartPlacement:
+        """Where to start next, over (node, source)."""
+        response: pb.PlaceStartResponse = await self.call(
+            "PlaceStart",
+            lambda: pb.PlaceStartRequest(
+                digest=digest,
+                nodes=[wire.start_node_to_proto(node) for node in nodes],
+                starts=starts,
+                layout_digest=layout_digest,
+            ),
+        )
+        return wire.start_placement_from_proto(response)
+
     async def acquire_transfer(
-        self, source_id: str, digest: str, *, worker_id: str, incarnation: str, request_id: str
+        self,
+        source_id: str,
+        digest: str,
+        *,
+        worker_id: str,
+        incarnation: str,
+        request_id: str,
+        source_incarnation: str = "",
+        layout_digest: str = "",
+        readers_seen: int | None = None,
     ) -> Transfer:
         """Reserve a reader's place, or renew it with the same `request_id`."""
         response: pb.AcquireTransferResponse = await self.call(
@@ -143,6 +191,9 @@ class RegistryClient(ServiceClient):
                 digest=digest,
                 worker_id=worker_id,
                 incarnation=incarnation,
+                source_incarnation=source_incarnation,
+                layout_digest=layout_digest,
+                readers_seen=readers_seen,
             ),
         )
         return wire.transfer_from_proto(response)

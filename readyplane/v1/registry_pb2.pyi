@@ -346,6 +346,26 @@ class ResolveResponse(google.protobuf.message.Message):
 Global___ResolveResponse: typing_extensions.TypeAlias = ResolveResponse
 
 @typing.final
+class ChunkRange(google.protobuf.message.Message):
+    """Chunks [begin, end) of an artifact, numbered through its files in the order of the manifest."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    begin: builtins.int
+    end: builtins.int
+    def __init__(
+        self,
+        *,
+        begin: builtins.int = ...,
+        end: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begin", b"begin", "end", b"end"]) -> None: ...
+
+Global___ChunkRange: typing_extensions.TypeAlias = ChunkRange
+
+@typing.final
 class Source(google.protobuf.message.Message):
     """Who can give bytes. `url` serves ranges: `{url}/{path}` for every file of the manifest."""
 
@@ -361,6 +381,12 @@ class Source(google.protobuf.message.Message):
     BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: builtins.int
     READERS_FIELD_NUMBER: builtins.int
     READERS_MAX_FIELD_NUMBER: builtins.int
+    PARTIAL_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    SLO_SHARE_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
+    RACK_FIELD_NUMBER: builtins.int
     source_id: builtins.str
     digest: builtins.str
     tier: builtins.str
@@ -372,6 +398,21 @@ class Source(google.protobuf.message.Message):
     bandwidth_bytes_per_s: builtins.float
     readers: builtins.int
     readers_max: builtins.int
+    partial: builtins.bool
+    """It is still loading: only the chunks of `held` are verified there yet. It may hold more by the
+    time it is asked, never fewer. Not set: it holds the whole artifact.
+    """
+    layout_digest: builtins.str
+    """The layout in which the bytes lie there; empty: as in the manifest."""
+    slo_share: builtins.float
+    """The larger of TTFT and TPOT of the requests that this worker serves, as a share of its target:
+    1 is at the target. Not set: it serves nobody, or does not know.
+    """
+    draining: builtins.bool
+    """Takes no new readers; those that read may finish."""
+    rack: builtins.str
+    @property
+    def held(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkRange]: ...
     def __init__(
         self,
         *,
@@ -385,8 +426,16 @@ class Source(google.protobuf.message.Message):
         bandwidth_bytes_per_s: builtins.float = ...,
         readers: builtins.int = ...,
         readers_max: builtins.int = ...,
+        partial: builtins.bool = ...,
+        held: collections.abc.Iterable[Global___ChunkRange] | None = ...,
+        layout_digest: builtins.str = ...,
+        slo_share: builtins.float | None = ...,
+        draining: builtins.bool = ...,
+        rack: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "digest", b"digest", "incarnation", b"incarnation", "node", b"node", "readers", b"readers", "readers_max", b"readers_max", "source_id", b"source_id", "tier", b"tier", "url", b"url", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_slo_share", b"_slo_share", "slo_share", b"slo_share"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_slo_share", b"_slo_share", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "digest", b"digest", "draining", b"draining", "held", b"held", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "node", b"node", "partial", b"partial", "rack", b"rack", "readers", b"readers", "readers_max", b"readers_max", "slo_share", b"slo_share", "source_id", b"source_id", "tier", b"tier", "url", b"url", "worker_id", b"worker_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_slo_share", b"_slo_share"]) -> typing.Literal["slo_share"] | None: ...
 
 Global___Source: typing_extensions.TypeAlias = Source
 
@@ -466,10 +515,20 @@ class PlanFetchRequest(google.protobuf.message.Message):
     WORKER_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    RACK_FIELD_NUMBER: builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
     digest: builtins.str
     worker_id: builtins.str
     incarnation: builtins.str
     node: builtins.str
+    rack: builtins.str
+    layout_digest: builtins.str
+    """The layout that the target needs; empty: as in the manifest."""
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkRange]:
+        """The chunks that the target still needs; empty: all of them."""
+
     def __init__(
         self,
         *,
@@ -477,8 +536,11 @@ class PlanFetchRequest(google.protobuf.message.Message):
         worker_id: builtins.str = ...,
         incarnation: builtins.str = ...,
         node: builtins.str = ...,
+        missing: collections.abc.Iterable[Global___ChunkRange] | None = ...,
+        rack: builtins.str = ...,
+        layout_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "incarnation", b"incarnation", "node", b"node", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "missing", b"missing", "node", b"node", "rack", b"rack", "worker_id", b"worker_id"]) -> None: ...
 
 Global___PlanFetchRequest: typing_extensions.TypeAlias = PlanFetchRequest
 
@@ -489,20 +551,32 @@ class RankedSource(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     PREDICTED_DURATION_FIELD_NUMBER: builtins.int
     WHY_FIELD_NUMBER: builtins.int
+    GIVES_FIELD_NUMBER: builtins.int
+    COMPLETE_DURATION_FIELD_NUMBER: builtins.int
     why: builtins.str
     @property
     def source(self) -> Global___Source: ...
     @property
     def predicted_duration(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def gives(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkRange]:
+        """Which of the missing chunks it holds already."""
+
+    @property
+    def complete_duration(self) -> google.protobuf.duration_pb2.Duration:
+        """Until it holds all missing chunks; not set for one that holds them, or whose end is not known."""
+
     def __init__(
         self,
         *,
         source: Global___Source | None = ...,
         predicted_duration: google.protobuf.duration_pb2.Duration | None = ...,
         why: builtins.str = ...,
+        gives: collections.abc.Iterable[Global___ChunkRange] | None = ...,
+        complete_duration: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["predicted_duration", b"predicted_duration", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["predicted_duration", b"predicted_duration", "source", b"source", "why", b"why"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["complete_duration", b"complete_duration", "predicted_duration", b"predicted_duration", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["complete_duration", b"complete_duration", "gives", b"gives", "predicted_duration", b"predicted_duration", "source", b"source", "why", b"why"]) -> None: ...
 
 Global___RankedSource: typing_extensions.TypeAlias = RankedSource
 
@@ -512,21 +586,166 @@ class PlanFetchResponse(google.protobuf.message.Message):
 
     SOURCES_FIELD_NUMBER: builtins.int
     EXCLUDED_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_DURATION_FIELD_NUMBER: builtins.int
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankedSource]: ...
     @property
     def excluded(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Sources that were left out, each with its reason."""
 
+    @property
+    def retry_after_duration(self) -> google.protobuf.duration_pb2.Duration:
+        """Set when nobody has a place now: plan anew after it."""
+
     def __init__(
         self,
         *,
         sources: collections.abc.Iterable[Global___RankedSource] | None = ...,
         excluded: collections.abc.Iterable[builtins.str] | None = ...,
+        retry_after_duration: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["excluded", b"excluded", "sources", b"sources"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["retry_after_duration", b"retry_after_duration"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["excluded", b"excluded", "retry_after_duration", b"retry_after_duration", "sources", b"sources"]) -> None: ...
 
 Global___PlanFetchResponse: typing_extensions.TypeAlias = PlanFetchResponse
+
+@typing.final
+class StartNode(google.protobuf.message.Message):
+    """A node where a worker could start."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    RACK_FIELD_NUMBER: builtins.int
+    QUEUE_DURATION_FIELD_NUMBER: builtins.int
+    RUNTIME_INIT_DURATION_FIELD_NUMBER: builtins.int
+    INGRESS_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    PLACES_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    rack: builtins.str
+    ingress_bytes_per_s: builtins.float
+    """How fast bytes can come in at all; 0: not known."""
+    places: builtins.int
+    """How many workers can start there; 0 counts as 1."""
+    @property
+    def queue_duration(self) -> google.protobuf.duration_pb2.Duration:
+        """Until a place is free there."""
+
+    @property
+    def runtime_init_duration(self) -> google.protobuf.duration_pb2.Duration:
+        """What a start takes there besides queue and artifact; not set: as on the other nodes."""
+
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        rack: builtins.str = ...,
+        queue_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        runtime_init_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        ingress_bytes_per_s: builtins.float = ...,
+        places: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["queue_duration", b"queue_duration", "runtime_init_duration", b"runtime_init_duration"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ingress_bytes_per_s", b"ingress_bytes_per_s", "node", b"node", "places", b"places", "queue_duration", b"queue_duration", "rack", b"rack", "runtime_init_duration", b"runtime_init_duration"]) -> None: ...
+
+Global___StartNode: typing_extensions.TypeAlias = StartNode
+
+@typing.final
+class PlaceStartRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    STARTS_FIELD_NUMBER: builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    digest: builtins.str
+    starts: builtins.int
+    """How many workers are to start; 0 counts as 1."""
+    layout_digest: builtins.str
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StartNode]: ...
+    def __init__(
+        self,
+        *,
+        digest: builtins.str = ...,
+        nodes: collections.abc.Iterable[Global___StartNode] | None = ...,
+        starts: builtins.int = ...,
+        layout_digest: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "layout_digest", b"layout_digest", "nodes", b"nodes", "starts", b"starts"]) -> None: ...
+
+Global___PlaceStartRequest: typing_extensions.TypeAlias = PlaceStartRequest
+
+@typing.final
+class StartChoice(google.protobuf.message.Message):
+    """One start on one node from one source, and what it takes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    QUEUE_DURATION_FIELD_NUMBER: builtins.int
+    ARTIFACT_DURATION_FIELD_NUMBER: builtins.int
+    RUNTIME_INIT_DURATION_FIELD_NUMBER: builtins.int
+    TOTAL_DURATION_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    why: builtins.str
+    @property
+    def source(self) -> Global___Source: ...
+    @property
+    def queue_duration(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def artifact_duration(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def runtime_init_duration(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def total_duration(self) -> google.protobuf.duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        source: Global___Source | None = ...,
+        queue_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        artifact_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        runtime_init_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        total_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["artifact_duration", b"artifact_duration", "queue_duration", b"queue_duration", "runtime_init_duration", b"runtime_init_duration", "source", b"source", "total_duration", b"total_duration"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["artifact_duration", b"artifact_duration", "node", b"node", "queue_duration", b"queue_duration", "runtime_init_duration", b"runtime_init_duration", "source", b"source", "total_duration", b"total_duration", "why", b"why"]) -> None: ...
+
+Global___StartChoice: typing_extensions.TypeAlias = StartChoice
+
+@typing.final
+class PlaceStartResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: builtins.int
+    ALTERNATIVES_FIELD_NUMBER: builtins.int
+    EXCLUDED_FIELD_NUMBER: builtins.int
+    @property
+    def choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StartChoice]:
+        """One for each start that found a place, in the order in which they would be given."""
+
+    @property
+    def alternatives(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StartChoice]:
+        """The best of every other node for the first start, best first."""
+
+    @property
+    def excluded(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Nodes and sources that were left out, each with its reason."""
+
+    def __init__(
+        self,
+        *,
+        choices: collections.abc.Iterable[Global___StartChoice] | None = ...,
+        alternatives: collections.abc.Iterable[Global___StartChoice] | None = ...,
+        excluded: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alternatives", b"alternatives", "choices", b"choices", "excluded", b"excluded"]) -> None: ...
+
+Global___PlaceStartResponse: typing_extensions.TypeAlias = PlaceStartResponse
 
 @typing.final
 class AcquireTransferRequest(google.protobuf.message.Message):
@@ -537,11 +756,24 @@ class AcquireTransferRequest(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     WORKER_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    SOURCE_INCARNATION_FIELD_NUMBER: builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    READERS_SEEN_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     source_id: builtins.str
     digest: builtins.str
     worker_id: builtins.str
     incarnation: builtins.str
+    source_incarnation: builtins.str
+    """The life of the source as planned; empty: any. Another one is refused with StaleEpoch."""
+    layout_digest: builtins.str
+    """The layout that the reader needs; empty: as in the manifest. Another is refused with
+    IdentityMismatch.
+    """
+    readers_seen: builtins.int
+    """Readers of the source as planned (`Source.readers`). More of them now: refused, plan anew.
+    Not set: any number below the source's most.
+    """
     def __init__(
         self,
         *,
@@ -550,8 +782,13 @@ class AcquireTransferRequest(google.protobuf.message.Message):
         digest: builtins.str = ...,
         worker_id: builtins.str = ...,
         incarnation: builtins.str = ...,
+        source_incarnation: builtins.str = ...,
+        layout_digest: builtins.str = ...,
+        readers_seen: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "incarnation", b"incarnation", "request_id", b"request_id", "source_id", b"source_id", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_readers_seen", b"_readers_seen", "readers_seen", b"readers_seen"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_readers_seen", b"_readers_seen", "digest", b"digest", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "readers_seen", b"readers_seen", "request_id", b"request_id", "source_id", b"source_id", "source_incarnation", b"source_incarnation", "worker_id", b"worker_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_readers_seen", b"_readers_seen"]) -> typing.Literal["readers_seen"] | None: ...
 
 Global___AcquireTransferRequest: typing_extensions.TypeAlias = AcquireTransferRequest
 
@@ -561,7 +798,18 @@ class AcquireTransferResponse(google.protobuf.message.Message):
 
     TRANSFER_ID_FIELD_NUMBER: builtins.int
     TTL_FIELD_NUMBER: builtins.int
+    SOURCE_INCARNATION_FIELD_NUMBER: builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    BYTES_PER_S_FIELD_NUMBER: builtins.int
+    READERS_FIELD_NUMBER: builtins.int
     transfer_id: builtins.str
+    source_incarnation: builtins.str
+    """Of the source: expect both in the answers that bring the bytes."""
+    layout_digest: builtins.str
+    bytes_per_s: builtins.float
+    """How fast to read at most, so that serving is not harmed; 0: no bound."""
+    readers: builtins.int
+    """Readers of the source now, this one included."""
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration: ...
     def __init__(
@@ -569,9 +817,13 @@ class AcquireTransferResponse(google.protobuf.message.Message):
         *,
         transfer_id: builtins.str = ...,
         ttl: google.protobuf.duration_pb2.Duration | None = ...,
+        source_incarnation: builtins.str = ...,
+        layout_digest: builtins.str = ...,
+        bytes_per_s: builtins.float = ...,
+        readers: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["transfer_id", b"transfer_id", "ttl", b"ttl"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_s", b"bytes_per_s", "layout_digest", b"layout_digest", "readers", b"readers", "source_incarnation", b"source_incarnation", "transfer_id", b"transfer_id", "ttl", b"ttl"]) -> None: ...
 
 Global___AcquireTransferResponse: typing_extensions.TypeAlias = AcquireTransferResponse
 

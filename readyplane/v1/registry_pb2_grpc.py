@@ -80,6 +80,11 @@ class RegistryStub(object):
                 request_serializer=readyplane_dot_v1_dot_registry__pb2.PlanFetchRequest.SerializeToString,
                 response_deserializer=readyplane_dot_v1_dot_registry__pb2.PlanFetchResponse.FromString,
                 _registered_method=True)
+        self.PlaceStart = channel.unary_unary(
+                '/readyplane.v1.Registry/PlaceStart',
+                request_serializer=readyplane_dot_v1_dot_registry__pb2.PlaceStartRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_registry__pb2.PlaceStartResponse.FromString,
+                _registered_method=True)
         self.AcquireTransfer = channel.unary_unary(
                 '/readyplane.v1.Registry/AcquireTransfer',
                 request_serializer=readyplane_dot_v1_dot_registry__pb2.AcquireTransferRequest.SerializeToString,
@@ -159,15 +164,27 @@ class RegistryServicer(object):
 
     def PlanFetch(self, request, context):
         """Orders the sources for one target, best first, each with its predicted time and the reason for
-        its place. A read, but it counts readers: take a transfer lease before reading from one.
+        its place. A read, but it counts readers: take a transfer lease before reading from one. The
+        first source is the parent in the fan-out: it may still be loading, and gives the rest soon.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PlaceStart(self, request, context):
+        """Chooses where next workers start, over nodes and sources: the least wait for the node, plus
+        bringing the artifact there, plus runtime initialisation, each choice explained. A read: it
+        reserves nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AcquireTransfer(self, request, context):
-        """Reserves a reader's place at a source; refused when the source has its most readers. Expires
-        after ttl unless renewed by the same call. Idempotent by request_id.
+        """Reserves a reader's place at a source. Refused when the source has its most readers, or more
+        than the caller saw when it planned; when it leaves; and when it is another life of the source
+        or another layout than the caller expects. Both are echoed. Expires after ttl unless renewed by
+        the same call. Idempotent by request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,6 +244,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.PlanFetch,
                     request_deserializer=readyplane_dot_v1_dot_registry__pb2.PlanFetchRequest.FromString,
                     response_serializer=readyplane_dot_v1_dot_registry__pb2.PlanFetchResponse.SerializeToString,
+            ),
+            'PlaceStart': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlaceStart,
+                    request_deserializer=readyplane_dot_v1_dot_registry__pb2.PlaceStartRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_registry__pb2.PlaceStartResponse.SerializeToString,
             ),
             'AcquireTransfer': grpc.unary_unary_rpc_method_handler(
                     servicer.AcquireTransfer,
@@ -483,6 +505,33 @@ class Registry(object):
             '/readyplane.v1.Registry/PlanFetch',
             readyplane_dot_v1_dot_registry__pb2.PlanFetchRequest.SerializeToString,
             readyplane_dot_v1_dot_registry__pb2.PlanFetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlaceStart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Registry/PlaceStart',
+            readyplane_dot_v1_dot_registry__pb2.PlaceStartRequest.SerializeToString,
+            readyplane_dot_v1_dot_registry__pb2.PlaceStartResponse.FromString,
             options,
             channel_credentials,
             insecure,

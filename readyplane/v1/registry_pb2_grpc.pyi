@@ -169,6 +169,22 @@ _RegistryPlanFetchType = typing_extensions.TypeVar(
     ],
 )
 
+_RegistryPlaceStartType = typing_extensions.TypeVar(
+    '_RegistryPlaceStartType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.PlaceStartRequest,
+        readyplane.v1.registry_pb2.PlaceStartResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.PlaceStartRequest,
+        readyplane.v1.registry_pb2.PlaceStartResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.PlaceStartRequest,
+        readyplane.v1.registry_pb2.PlaceStartResponse,
+    ],
+)
+
 _RegistryAcquireTransferType = typing_extensions.TypeVar(
     '_RegistryAcquireTransferType',
     grpc.UnaryUnaryMultiCallable[
@@ -201,7 +217,7 @@ _RegistryReleaseTransferType = typing_extensions.TypeVar(
     ],
 )
 
-class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetManifestType, _RegistryListManifestsType, _RegistrySetTagType, _RegistryListTagsType, _RegistryResolveType, _RegistryAnnounceSourceType, _RegistryWithdrawSourceType, _RegistryPlanFetchType, _RegistryAcquireTransferType, _RegistryReleaseTransferType]):
+class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetManifestType, _RegistryListManifestsType, _RegistrySetTagType, _RegistryListTagsType, _RegistryResolveType, _RegistryAnnounceSourceType, _RegistryWithdrawSourceType, _RegistryPlanFetchType, _RegistryPlaceStartType, _RegistryAcquireTransferType, _RegistryReleaseTransferType]):
     """Artifacts by digest, tags that point at digests, and live sources of bytes."""
 
     @typing.overload
@@ -241,6 +257,10 @@ class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetMani
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.registry_pb2.PlanFetchRequest,
             readyplane.v1.registry_pb2.PlanFetchResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.PlaceStartRequest,
+            readyplane.v1.registry_pb2.PlaceStartResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.registry_pb2.AcquireTransferRequest,
@@ -291,6 +311,10 @@ class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetMani
             readyplane.v1.registry_pb2.PlanFetchResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.PlaceStartRequest,
+            readyplane.v1.registry_pb2.PlaceStartResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.registry_pb2.AcquireTransferRequest,
             readyplane.v1.registry_pb2.AcquireTransferResponse,
         ],
@@ -335,12 +359,21 @@ class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetMani
 
     PlanFetch: _RegistryPlanFetchType
     """Orders the sources for one target, best first, each with its predicted time and the reason for
-    its place. A read, but it counts readers: take a transfer lease before reading from one.
+    its place. A read, but it counts readers: take a transfer lease before reading from one. The
+    first source is the parent in the fan-out: it may still be loading, and gives the rest soon.
+    """
+
+    PlaceStart: _RegistryPlaceStartType
+    """Chooses where next workers start, over nodes and sources: the least wait for the node, plus
+    bringing the artifact there, plus runtime initialisation, each choice explained. A read: it
+    reserves nothing.
     """
 
     AcquireTransfer: _RegistryAcquireTransferType
-    """Reserves a reader's place at a source; refused when the source has its most readers. Expires
-    after ttl unless renewed by the same call. Idempotent by request_id.
+    """Reserves a reader's place at a source. Refused when the source has its most readers, or more
+    than the caller saw when it planned; when it leaves; and when it is another life of the source
+    or another layout than the caller expects. Both are echoed. Expires after ttl unless renewed by
+    the same call. Idempotent by request_id.
     """
 
     ReleaseTransfer: _RegistryReleaseTransferType
@@ -382,6 +415,10 @@ RegistryAsyncStub: typing_extensions.TypeAlias = RegistryStub[
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.registry_pb2.PlanFetchRequest,
         readyplane.v1.registry_pb2.PlanFetchResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.PlaceStartRequest,
+        readyplane.v1.registry_pb2.PlaceStartResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.registry_pb2.AcquireTransferRequest,
@@ -476,7 +513,19 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[readyplane.v1.registry_pb2.PlanFetchResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.PlanFetchResponse]]:
         """Orders the sources for one target, best first, each with its predicted time and the reason for
-        its place. A read, but it counts readers: take a transfer lease before reading from one.
+        its place. A read, but it counts readers: take a transfer lease before reading from one. The
+        first source is the parent in the fan-out: it may still be loading, and gives the rest soon.
+        """
+
+    @abc.abstractmethod
+    def PlaceStart(
+        self,
+        request: readyplane.v1.registry_pb2.PlaceStartRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.registry_pb2.PlaceStartResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.PlaceStartResponse]]:
+        """Chooses where next workers start, over nodes and sources: the least wait for the node, plus
+        bringing the artifact there, plus runtime initialisation, each choice explained. A read: it
+        reserves nothing.
         """
 
     @abc.abstractmethod
@@ -485,8 +534,10 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         request: readyplane.v1.registry_pb2.AcquireTransferRequest,
         context: _ServicerContext,
     ) -> typing.Union[readyplane.v1.registry_pb2.AcquireTransferResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.AcquireTransferResponse]]:
-        """Reserves a reader's place at a source; refused when the source has its most readers. Expires
-        after ttl unless renewed by the same call. Idempotent by request_id.
+        """Reserves a reader's place at a source. Refused when the source has its most readers, or more
+        than the caller saw when it planned; when it leaves; and when it is another life of the source
+        or another layout than the caller expects. Both are echoed. Expires after ttl unless renewed by
+        the same call. Idempotent by request_id.
         """
 
     @abc.abstractmethod

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from readyplane.core.chunks import ChunkRanges, check_ranges
 from readyplane.core.identity import Manifest, canonical, parse
 from readyplane.core.startup import WeightTier
-from readyplane.ports import FetchPlan, ManifestSummary, RankedSource, Source, Tag, Transfer
+from readyplane.ports import (
+    FetchPlan,
+    ManifestSummary,
+    RankedSource,
+    Source,
+    StartChoice,
+    StartNode,
+    StartPlacement,
+    Tag,
+    Transfer,
+)
 from readyplane.v1 import registry_pb2 as pb
 from readyplane.wire.scalars import duration, enum_of, seconds_of, timestamp
 
@@ -62,6 +75,16 @@ def tag_from_proto(message: pb.Tag) -> Tag:
     return Tag(message.name, message.digest, message.version, seconds_of(message.create_time))
 
 
+def ranges_to_proto(ranges: ChunkRanges) -> list[pb.ChunkRange]:
+    """Chunk ranges as messages."""
+    return [pb.ChunkRange(begin=begin, end=end) for begin, end in ranges]
+
+
+def ranges_from_proto(messages: Iterable[pb.ChunkRange], where: str) -> ChunkRanges:
+    """Messages as chunk ranges. Raises InvalidField for an empty or a negative one."""
+    return check_ranges([(m.begin, m.end) for m in messages], where=where)
+
+
 def source_to_proto(source: Source) -> pb.Source:
     """Source as message."""
     return pb.Source(
@@ -75,6 +98,12 @@ def source_to_proto(source: Source) -> pb.Source:
         bandwidth_bytes_per_s=source.bandwidth_bytes_per_s,
         readers=source.readers,
         readers_max=source.readers_max,
+        partial=source.partial,
+        held=ranges_to_proto(source.held),
+        layout_digest=source.layout_digest,
+        slo_share=source.slo_share,
+        draining=source.draining,
+        rack=source.rack,
     )
 
 
@@ -91,43 +120,149 @@ def source_from_proto(message: pb.Source) -> Source:
         bandwidth_bytes_per_s=message.bandwidth_bytes_per_s,
         readers=message.readers,
         readers_max=message.readers_max,
+        partial=message.partial,
+        held=ranges_from_proto(message.held, "source.held"),
+        layout_digest=message.layout_digest,
+        slo_share=message.slo_share if message.HasField("slo_share") else None,
+        draining=message.draining,
+        rack=message.rack,
     )
 
 
 def ranked_source_to_proto(ranked: RankedSource) -> pb.RankedSource:
     """Ranked source as message."""
+    soon = ranked.complete_in_s
     return pb.RankedSource(
         source=source_to_proto(ranked.source),
         predicted_duration=duration(ranked.predicted_s, "predicted_duration"),
         why=ranked.why,
+        gives=ranges_to_proto(ranked.gives),
+        complete_duration=None if soon is None else duration(soon, "complete_duration"),
     )
 
 
 def ranked_source_from_proto(message: pb.RankedSource) -> RankedSource:
     """Message as ranked source."""
-    predicted_s = seconds_of(message.predicted_duration)
-    return RankedSource(source_from_proto(message.source), predicted_s, message.why)
+    known = message.HasField("complete_duration")
+    return RankedSource(
+        source_from_proto(message.source),
+        seconds_of(message.predicted_duration),
+        message.why,
+        ranges_from_proto(message.gives, "gives"),
+        seconds_of(message.complete_duration) if known else None,
+    )
 
 
 def fetch_plan_to_proto(plan: FetchPlan) -> pb.PlanFetchResponse:
     """Plan as response."""
     sources = [ranked_source_to_proto(s) for s in plan.sources]
-    return pb.PlanFetchResponse(sources=sources, excluded=plan.excluded)
+    later = plan.retry_after_s
+    return pb.PlanFetchResponse(
+        sources=sources,
+        excluded=plan.excluded,
+        retry_after_duration=None if later is None else duration(later, "retry_after_duration"),
+    )
 
 
 def fetch_plan_from_proto(message: pb.PlanFetchResponse) -> FetchPlan:
     """Response as plan."""
     sources = tuple(ranked_source_from_proto(s) for s in message.sources)
-    return FetchPlan(sources, tuple(message.excluded))
+    later = message.HasField("retry_after_duration")
+    retry_after_s = seconds_of(message.retry_after_duration) if later else None
+    return FetchPlan(sources, tuple(message.excluded), retry_after_s)
 
 
 def transfer_to_proto(transfer: Transfer) -> pb.AcquireTransferResponse:
     """Transfer as response."""
     return pb.AcquireTransferResponse(
-        transfer_id=transfer.transfer_id, ttl=duration(transfer.ttl_s, "ttl")
+        transfer_id=transfer.transfer_id,
+        ttl=duration(transfer.ttl_s, "ttl"),
+        source_incarnation=transfer.source_incarnation,
+        layout_digest=transfer.layout_digest,
+        bytes_per_s=transfer.bytes_per_s,
+        readers=transfer.readers,
     )
 
 
 def transfer_from_proto(message: pb.AcquireTransferResponse) -> Transfer:
     """Response as transfer."""
-    return Transfer(message.transfer_id, seconds_of(message.ttl))
+    return Transfer(
+        message.transfer_id,
+        seconds_of(message.ttl),
+        message.source_incarnation,
+        message.layout_digest,
+        message.bytes_per_s,
+        message.readers,
+    )
+
+
+def start_node_to_proto(node: StartNode) -> pb.StartNode:
+    """Node as message."""
+    init_s = node.runtime_init_s
+    return pb.StartNode(
+        node=node.node,
+        rack=node.rack,
+        queue_duration=duration(node.queue_s, "node.queue_duration"),
+        runtime_init_duration=(
+            None if init_s is None else duration(init_s, "node.runtime_init_duration")
+        ),
+        ingress_bytes_per_s=node.ingress_bytes_per_s,
+        places=node.places,
+    )
+
+
+def start_node_from_proto(message: pb.StartNode) -> StartNode:
+    """Message as node; `places` left out means one."""
+    known = message.HasField("runtime_init_duration")
+    return StartNode(
+        message.node,
+        message.rack,
+        seconds_of(message.queue_duration),
+        seconds_of(message.runtime_init_duration) if known else None,
+        message.ingress_bytes_per_s,
+        message.places or 1,
+    )
+
+
+def start_choice_to_proto(choice: StartChoice) -> pb.StartChoice:
+    """Choice as message."""
+    return pb.StartChoice(
+        node=choice.node,
+        source=source_to_proto(choice.source),
+        queue_duration=duration(choice.queue_s, "queue_duration"),
+        artifact_duration=duration(choice.artifact_s, "artifact_duration"),
+        runtime_init_duration=duration(choice.runtime_init_s, "runtime_init_duration"),
+        total_duration=duration(choice.total_s, "total_duration"),
+        why=choice.why,
+    )
+
+
+def start_choice_from_proto(message: pb.StartChoice) -> StartChoice:
+    """Message as choice."""
+    return StartChoice(
+        message.node,
+        source_from_proto(message.source),
+        seconds_of(message.queue_duration),
+        seconds_of(message.artifact_duration),
+        seconds_of(message.runtime_init_duration),
+        seconds_of(message.total_duration),
+        message.why,
+    )
+
+
+def start_placement_to_proto(placement: StartPlacement) -> pb.PlaceStartResponse:
+    """Placement as response."""
+    return pb.PlaceStartResponse(
+        choices=[start_choice_to_proto(c) for c in placement.choices],
+        alternatives=[start_choice_to_proto(c) for c in placement.alternatives],
+        excluded=placement.excluded,
+    )
+
+
+def start_placement_from_proto(message: pb.PlaceStartResponse) -> StartPlacement:
+    """Response as placement."""
+    return StartPlacement(
+        tuple(start_choice_from_proto(c) for c in message.choices),
+        tuple(start_choice_from_proto(c) for c in message.alternatives),
+        tuple(message.excluded),
+    )

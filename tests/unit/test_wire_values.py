@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from readyplane import ports, wire
 from readyplane.core import breakdown, kv, ration, work, worker
+from readyplane.core.chunks import union
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import KvFormat
 from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
@@ -118,9 +119,19 @@ signals = st.builds(
     priorities=many(st.builds(ration.PrioritySignals, small, whole, whole, whole)),
     ration=maybe(rations),
 )  # fmt: skip
+chunks = st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), max_size=3).map(
+    lambda found: union((begin, begin + count) for begin, count in found)
+)
 sources = st.builds(
     ports.Source, texts, texts, st.sampled_from(WeightTier), texts, texts, texts, texts, numbers,
-    small, small,
+    small, small, st.booleans(), chunks, texts, maybe(numbers), st.booleans(), texts,
+)  # fmt: skip
+ranked = st.builds(ports.RankedSource, sources, seconds, texts, chunks, maybe(seconds))
+start_nodes = st.builds(
+    ports.StartNode, texts, texts, seconds, maybe(seconds), numbers, st.integers(1, 99)
+)
+choices = st.builds(
+    ports.StartChoice, texts, sources, seconds, seconds, seconds, seconds, texts
 )  # fmt: skip
 orders = st.builds(
     ports.Order, texts, st.sampled_from(worker.Role), texts, texts, texts, whole,
@@ -183,11 +194,14 @@ CASES: dict[str, st.SearchStrategy[Any]] = {
     ),
     "tag": st.builds(ports.Tag, texts, texts, whole, walls),
     "source": sources,
-    "ranked_source": st.builds(ports.RankedSource, sources, seconds, texts),
-    "fetch_plan": st.builds(
-        ports.FetchPlan, many(st.builds(ports.RankedSource, sources, seconds, texts)), many(texts)
+    "ranked_source": ranked,
+    "fetch_plan": st.builds(ports.FetchPlan, many(ranked), many(texts), maybe(seconds)),
+    "transfer": st.builds(ports.Transfer, texts, seconds, texts, texts, numbers, small),
+    "start_node": start_nodes,
+    "start_choice": choices,
+    "start_placement": st.builds(
+        ports.StartPlacement, many(choices), many(choices), many(texts)
     ),
-    "transfer": st.builds(ports.Transfer, texts, seconds),
     "order": orders,
     "instance": st.builds(
         ports.Instance, orders, texts, texts, texts, whole, numbers, maybe(numbers),
