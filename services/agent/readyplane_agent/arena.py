@@ -23,6 +23,7 @@ from readyplane.core.identity import FileEntry, Manifest
 from readyplane_agent.engines.layout import ARENA_ALIGN_BYTES, arena_layout
 
 PREFAULT_BYTES = 32 * 2**20
+MISSING, COMING, VERIFIED = 0, 1, 2
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in without changing them
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -35,7 +36,8 @@ class Arena:
 
     Attributes:
         size_bytes: length of the memory file. offsets: file path -> its first byte.
-        chunks: (file path, number) of every chunk, in the manifest's order.
+        chunks: (file path, place in it) of every chunk, in the manifest's order (`core.chunks`).
+        progress: a byte for each of them: `MISSING`, `COMING` or `VERIFIED`.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -53,6 +55,8 @@ class Arena:
         self.chunks: tuple[tuple[str, int], ...] = tuple(
             (entry.path, index) for entry in manifest.files for index in range(len(entry.chunks))
         )
+        self._numbers = {chunk: number for number, chunk in enumerate(self.chunks)}
+        self.progress = bytearray(len(self.chunks))
         self._missing = set(self.chunks)
         self.sealed = False
         self.fd = os.memfd_create("readyplane-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -125,6 +129,7 @@ class Arena:
 
     def mark(self, path: str, index: int) -> None:
         """A chunk's bytes were verified in place."""
+        self.progress[self._numbers[path, index]] = VERIFIED
         self._missing.discard((path, index))
 
     def missing(self) -> list[tuple[str, int]]:

@@ -9,7 +9,7 @@ is answered `425 Too Early`. Hands `Answer` to `transfer`, which sends the bytes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import BinaryIO
 from urllib.parse import parse_qs, unquote
 
@@ -29,17 +29,10 @@ class Offering:
 
     Args:
         arena: being filled, or full. incarnation: who we are.
-        coming: chunks that this worker is reading from elsewhere now.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        *,
-        incarnation: str,
-        coming: Callable[[], Collection[tuple[str, int]]] = tuple,
-    ) -> None:
-        self._arena, self._coming = arena, coming
+    def __init__(self, arena: Arena, *, incarnation: str) -> None:
+        self._arena = arena
         self.digest = arena.manifest.digest
         self.layout = layout_digest(arena.manifest)
         self.file: BinaryIO = os.fdopen(os.dup(arena.fd), "rb", buffering=0)
@@ -86,39 +79,12 @@ class Offering:
         )
 
     def holdings(self, *, extra: str = "") -> Answer:
-        """Two bitmaps over the artifact's chunks, one after the other: verified, and coming."""
-        arena = self._arena
-        missing, coming = set(arena.missing()), set(self._coming())
-        body = bitmap([chunk not in missing for chunk in arena.chunks])
-        body += bitmap([chunk in coming for chunk in arena.chunks])
-        return Answer("200 OK", body, OCTETS, extra=self._echo + extra)
+        """A byte for each chunk of the artifact: missing, coming or verified (`Arena.progress`)."""
+        return Answer("200 OK", bytes(self._arena.progress), OCTETS, extra=self._echo + extra)
 
     def close(self) -> None:
         """Give the file back."""
         self.file.close()
-
-
-def bitmap(bits: Collection[bool]) -> bytes:
-    """Bits as bytes, the first one lowest."""
-    number = 0
-    for index, bit in enumerate(bits):
-        if bit:
-            number |= 1 << index
-    return number.to_bytes(-(-len(bits) // 8), "little")
-
-
-def read_holdings(
-    body: bytes, chunks: tuple[tuple[str, int], ...]
-) -> tuple[set[tuple[str, int]], set[tuple[str, int]]] | None:
-    """(verified, coming) chunks of an answer of `holdings`; None when it cannot be one."""
-    each = -(-len(chunks) // 8)
-    if len(body) != 2 * each:
-        return None
-    sides = []
-    for data in (body[:each], body[each:]):
-        number = int.from_bytes(data, "little")
-        sides.append({chunk for index, chunk in enumerate(chunks) if number >> index & 1})
-    return sides[0], sides[1]
 
 
 def echoed(head: Mapping[str, str], *, incarnation: str, layout: str) -> str:

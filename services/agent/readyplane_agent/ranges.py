@@ -9,23 +9,35 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from urllib.parse import quote, urlsplit
 
 from readyplane.core.errors import Unsupported
 from readyplane.core.identity import FileEntry
 from readyplane.kit.clock import Clock
+from readyplane_agent.offering import DRAINING, PAUSED, echoed
 
 HEAD_BYTES_MAX = 64 * 1024
+REFUSAL_BYTES_MAX = 4096
+# A peer pauses while those it serves suffer; after this long its reader goes elsewhere.
+PAUSED_LIMIT_S = 10.0
+PAUSED_TURN_S = 0.2
 RECEIVE_WAIT_S = 5.0
 CHUNK_LIMIT_S = 60.0
+# Answers after which the connection is used again.
+STAYS = frozenset({"early", "paused"})
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a source did wrong: `dead`, `busy`, `slow` or `corrupt`, and what was seen."""
+    """What a source did wrong, and what was seen.
+
+    `dead`, `busy` (asks to be left alone), `slow`, `corrupt`, `unfit` (not the source that was
+    meant, or in another layout), or `early`, which is no fault: the chunk is not there yet.
+    """
 
     kind: str
     detail: str
@@ -33,6 +45,9 @@ class Fault:
     def __str__(self) -> str:
         """`kind: detail`, as the registry is told."""
         return f"{self.kind}: {self.detail}"
+
+
+Judge: TypeAlias = Callable[[Mapping[str, str]], "Fault | None"]
 
 
 class RangeReader(Protocol):
@@ -52,8 +67,12 @@ class HttpReader:
 
     Args:
         url: `{url}/{path}` serves ranges of every file. clock: for the chunk's time limit.
-        incarnation: sent along, so that a source that is another process by now refuses (B144).
+        incarnation: sent along, so that a source that is another process by now refuses (B144);
+            a peer must echo it. layout: likewise, the digest of the layout in memory (B108).
         token: bearer token, empty for none. chunk_limit_s: longest time for one range.
+
+    Attributes:
+        draining: the source has said that it leaves: read on elsewhere where somebody else has it.
     """
 
     def __init__(
@@ -62,6 +81,7 @@ class HttpReader:
         *,
         clock: Clock,
         incarnation: str = "",
+        layout: str = "",
         token: str = "",
         chunk_limit_s: float = CHUNK_LIMIT_S,
     ) -> None:
@@ -70,26 +90,44 @@ class HttpReader:
             raise Unsupported(f"weight source {url!r}", "announce http://HOST:PORT/PATH")
         self._host, self._port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/")
-        self._query = f"?incarnation={quote(incarnation, safe='')}" if incarnation else ""
-        self._auth = f"Authorization: Bearer {token}\r\n" if token else ""
+        given = (("incarnation", incarnation), ("layout", layout if incarnation else ""))
+        query = "&".join(f"{name}={quote(value, safe='')}" for name, value in given if value)
+        self._query = f"?{query}" if query else ""
+        # Storage is told neither and echoes neither: its bytes are those of the digest.
+        self._incarnation, self._layout = incarnation, layout if incarnation else ""
+        auth = f"Authorization: Bearer {token}\r\n" if token else ""
+        self._lines = f"Host: {self._host}:{self._port}\r\n{auth}Accept-Encoding: identity\r\n\r\n"
         self._clock, self._limit_s = clock, chunk_limit_s
         self._socket: socket.socket | None = None
-        self._closed = False
+        self._closed = threading.Event()
+        self.draining = False
 
     def read_into(self, entry: FileEntry, start: int, into: memoryview) -> Fault | None:
-        fresh = self._socket is None
-        fault = self._attempt(entry, start, into)
-        if fault is not None and fault.kind == "gone" and not fresh and not self._closed:
-            # The server may close an idle connection at any time; that is no fault of its bytes.
-            fault = self._attempt(entry, start, into)
-        if fault is not None:
-            self._drop()
-            if fault.kind == "gone":
-                return Fault("dead", fault.detail)
-        return fault
+        target = f"{self._prefix}/{quote(entry.path)}{self._query}"
+        head = f"GET {target} HTTP/1.1\r\nRange: bytes={start}-{start + len(into) - 1}\r\n"
+        begun_s = self._clock.monotonic_s()
+        while True:
+            fault = self._again(head, lambda found: _judge(found, entry, start, len(into)), into)
+            if fault is None or fault.kind != "paused":
+                return None if fault is None else _whose(fault, entry)
+            if self._clock.monotonic_s() - begun_s > PAUSED_LIMIT_S:
+                return Fault("busy", f"paused for {PAUSED_LIMIT_S:g} s")
+            self._closed.wait(PAUSED_TURN_S)
+
+    def holdings(self, into: memoryview) -> Fault | None:
+        """What a peer holds, a byte for each chunk (`Arena.progress`); fills `into` exactly."""
+        target = self._prefix.replace("/chunks/", "/holdings/", 1) + self._query
+        size = str(len(into))
+
+        def judge(head: Mapping[str, str]) -> Fault | None:
+            if _status(head) == "200" and head.get("content-length") == size:
+                return None
+            return Fault("dead", f"holdings: answered {_status(head)}")
+
+        return self._again(f"GET {target} HTTP/1.1\r\n", judge, into)
 
     def close(self) -> None:
-        self._closed = True
+        self._closed.set()
         connection = self._socket
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -101,32 +139,66 @@ class HttpReader:
         if connection is not None:
             connection.close()
 
-    def _attempt(self, entry: FileEntry, start: int, into: memoryview) -> Fault | None:
+    def _again(self, head: str, judge: Judge, into: memoryview) -> Fault | None:
+        """One exchange, and once more on a new connection if an old one had been closed."""
+        fresh = self._socket is None
+        fault = self._attempt(head, judge, into)
+        if fault is not None and fault.kind == "gone" and not fresh and not self._closed.is_set():
+            # The server may close an idle connection at any time; that is no fault of its bytes.
+            fault = self._attempt(head, judge, into)
+        if fault is not None:
+            if fault.kind not in STAYS:
+                self._drop()
+            if fault.kind == "gone":
+                return Fault("dead", fault.detail)
+        return fault
+
+    def _attempt(self, head: str, judge: Judge, into: memoryview) -> Fault | None:
         until_s = self._clock.monotonic_s() + self._limit_s
         try:
             connection = self._connected()
-            target = f"{self._prefix}/{quote(entry.path)}{self._query}"
-            connection.sendall(
-                f"GET {target} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
-                f"Range: bytes={start}-{start + len(into) - 1}\r\n{self._auth}"
-                "Accept-Encoding: identity\r\n\r\n".encode()
-            )
-            head, body = self._head(connection, until_s)
-            if isinstance(head, Fault):
-                return head
-            wrong = _judge(head, entry, start, len(into))
+            connection.sendall(f"{head}{self._lines}".encode())
+            found, body = self._head(connection, until_s)
+            if isinstance(found, Fault):
+                return found
+            self.draining = DRAINING.lower() in found
+            wrong = judge(found)
+            if wrong is None:
+                wrong = self._echo(found)
             if wrong is not None:
-                return wrong
+                return self._past(connection, found, wrong, len(body), until_s)
             if len(body) > len(into):
-                return Fault("corrupt", f"{entry.path}: more bytes than asked for")
+                return Fault("corrupt", "more bytes than asked for")
             into[: len(body)] = body
-            return self._body(connection, entry, into, len(body), until_s)
+            return self._body(connection, into, len(body), until_s)
         except OSError as error:
             self._drop()
             return Fault("gone", f"{self._host}:{self._port}: {error.strerror or error}")
 
+    def _echo(self, head: Mapping[str, str]) -> Fault | None:
+        """The source's side of the handshake, judged before a byte of the body is taken."""
+        wrong = echoed(head, incarnation=self._incarnation, layout=self._layout)
+        return Fault("unfit", wrong) if wrong else None
+
+    def _past(
+        self,
+        connection: socket.socket,
+        head: Mapping[str, str],
+        fault: Fault,
+        done: int,
+        until_s: float,
+    ) -> Fault:
+        """Read a short refusal's text, where the connection is to be used again."""
+        if fault.kind in STAYS:
+            size = head.get("content-length", "")
+            left = int(size) - done if size.isdigit() else -1
+            whole = 0 <= left <= REFUSAL_BYTES_MAX
+            if not whole or self._body(connection, memoryview(bytearray(left)), 0, until_s):
+                self._drop()
+        return fault
+
     def _connected(self) -> socket.socket:
-        if self._closed:
+        if self._closed.is_set():
             raise OSError("the load was stopped")
         if self._socket is None:
             connection = socket.create_connection((self._host, self._port), timeout=RECEIVE_WAIT_S)
@@ -167,7 +239,6 @@ class HttpReader:
     def _body(
         self,
         connection: socket.socket,
-        entry: FileEntry,
         into: memoryview,
         done: int,
         until_s: float,
@@ -178,24 +249,51 @@ class HttpReader:
             except BlockingIOError:
                 got = -1
             except OSError as error:
-                return Fault("dead", f"{entry.path}: {error.strerror or error} after {done} B")
+                return Fault("dead", f"{error.strerror or error} after {done} B")
             if got == 0:
                 what = f"ended after {done} of {len(into)} B" if done else "empty body"
-                return Fault("dead", f"{entry.path}: {what}")
+                return Fault("dead", what)
             done += max(0, got)
             if done < len(into) and self._clock.monotonic_s() > until_s:
-                return Fault("slow", f"{entry.path}: {done} B within {self._limit_s:.0f} s")
+                return Fault("slow", f"{done} B within {self._limit_s:.0f} s")
         return None
+
+
+def _status(head: Mapping[str, str]) -> str:
+    words = head[""].split(" ", 2)
+    return words[1] if len(words) > 1 else head[""][:40]
+
+
+def _whose(fault: Fault, entry: FileEntry) -> Fault:
+    """A fault of the bytes names the file."""
+    named = fault.kind in {"busy", "early"} or fault.detail.startswith(entry.path)
+    return fault if named else Fault(fault.kind, f"{entry.path}: {fault.detail}")
+
+
+def _refused(head: Mapping[str, str], entry: FileEntry) -> Fault | None:
+    status = _status(head)
+    if status in {"429", "503"}:
+        paused = PAUSED.lower() in head
+        return Fault("paused", "serving comes first") if paused else Fault("busy", _said(head))
+    if status == "425":
+        return Fault("early", "not verified there yet")
+    if status == "412":
+        return Fault("unfit", f"{entry.path}: its layout in memory is another one")
+    if status not in {"200", "206"}:
+        return Fault("dead", f"{entry.path}: answered {status}")
+    return None
+
+
+def _said(head: Mapping[str, str]) -> str:
+    return f"answered {_status(head)}" + (", it leaves" if DRAINING.lower() in head else "")
 
 
 def _judge(head: Mapping[str, str], entry: FileEntry, start: int, size: int) -> Fault | None:
     """Whether a response head promises exactly the range that was asked for."""
-    words = head[""].split(" ", 2)
-    status = words[1] if len(words) > 1 else head[""][:40]
-    if status in {"429", "503"}:
-        return Fault("busy", f"answered {status}")
-    if status not in {"200", "206"}:
-        return Fault("dead", f"{entry.path}: answered {status}")
+    refused = _refused(head, entry)
+    if refused is not None:
+        return refused
+    status = _status(head)
     length = head.get("content-length")
     if length is None:
         return Fault("corrupt", f"{entry.path}: no content-length")

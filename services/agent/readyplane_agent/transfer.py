@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from readyplane.kit.clock import Clock
@@ -116,17 +116,11 @@ class TransferServer:
         )
         self._port = self._server.sockets[0].getsockname()[1]
 
-    def offer(
-        self, arena: Arena, *, coming: Callable[[], Collection[tuple[str, int]]] = tuple
-    ) -> None:
-        """Give this arena's verified chunks from now on; it may still be filling.
-
-        Args:
-            coming: chunks that are being read from elsewhere now; others then choose other ones.
-        """
+    def offer(self, arena: Arena) -> None:
+        """Give this arena's verified chunks from now on; it may still be filling."""
         if self._offering is not None:
             self._offering.close()
-        self._offering = Offering(arena, incarnation=self._incarnation, coming=coming)
+        self._offering = Offering(arena, incarnation=self._incarnation)
 
     def observe(self, seen: pacing.Foreground, *, given_bytes_per_s: float) -> None:
         """Take in how requests fared while so much went out; it sets the rate (R9.1)."""
