@@ -18,7 +18,7 @@ import msgspec
 
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unauthenticated
 from readyplane.kit.telemetry import tracer, tracing_on
-from readyplane_gateway.http_server import GONE
+from readyplane_gateway.http_server import GONE, WHOLE
 from readyplane_gateway.legs import LegFailed
 from readyplane_gateway.openai import (
     Ask,
@@ -39,9 +39,12 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Hear = Callable[[Callable[[], None] | None], bool]
+Whole = Callable[[], bytes | None]
 
 KINDS = {kind.path: kind for kind in Kind}
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+JSON = (b"content-type", b"application/json")
+UNGUARDED_BYTES_MAX = 64 * 1024  # of an answer in one piece for which nobody waits
 CLIENT_CLOSED = "499"  # what proxies write for a client that left before the answer
 
 log = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class _Answer:
         self._fixed: list[Header] = [(b"x-request-id", request_id.encode("latin-1"))]
         self.status = 0
         self.blocked_since_s: float | None = None
+        self._ended = False
 
     async def start(self, status: int, headers: Sequence[Header]) -> None:
         self.status = status
@@ -80,11 +84,17 @@ class _Answer:
         self.blocked_since_s = None
 
     async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b""})
+        if not self._ended:
+            self._ended = True
+            await self._send({"type": "http.response.body", "body": b""})
 
     async def whole(self, status: int, body: bytes, headers: Sequence[Header] = ()) -> None:
-        length = (b"content-length", str(len(body)).encode())
-        await self.start(status, [(b"content-type", b"application/json"), length, *headers])
+        length = (b"content-length", b"%d" % len(body))
+        await self.start(status, [JSON, length, *headers])
+        if len(body) > UNGUARDED_BYTES_MAX:
+            await self.send(body)
+            body = b""
+        self._ended = True
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, failure: Failure) -> None:
@@ -127,7 +137,7 @@ class Api:
             self._count(str(refused.failure.status)[0] + "xx", "")
             await answer.fail(refused.failure)
             return
-        await self._generate(kind, headers, own_id, receive, scope.get(GONE), answer)
+        await self._generate(kind, headers, own_id, receive, scope, answer)
 
     # ------------------------------------------------------------------ who may, and the small paths
 
@@ -188,7 +198,7 @@ class Api:
         headers: dict[str, str],
         own_id: str,
         receive: Receive,
-        hear: Hear | None,
+        scope: Scope,
         answer: _Answer,
     ) -> None:
         task = asyncio.current_task()
@@ -197,12 +207,12 @@ class Api:
             await answer.fail(self._too_many())
             self._count("4xx", "")
             return
-        guard = _Guard(task, receive, hear, answer, self._gateway)
+        guard = _Guard(task, receive, scope.get(GONE), answer, self._gateway)
         call = Call(own_id, self._gateway.clock.monotonic_s())
         model, code = "", "5xx"
         raw_size = 0
         try:
-            raw = await self._body(receive, headers)
+            raw = await self._body(receive, headers, scope.get(WHOLE))
             raw_size = len(raw)
             guard.begin()
             ask = parse_ask(kind, raw)
@@ -252,11 +262,25 @@ class Api:
                 span.set_attribute("readyplane.decode_worker", pair.decode.worker_id)
         return "2xx" if failure is None else "stream_error"
 
-    async def _body(self, receive: Receive, headers: dict[str, str]) -> bytes:
+    async def _body(self, receive: Receive, headers: dict[str, str], whole: Whole | None) -> bytes:
         bounds = self._gateway.bounds
         declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > bounds.body_bytes_max:
             raise _Refused(_too_large(int(declared), bounds.body_bytes_max))
+        raw = whole() if whole is not None else None
+        if raw is None:
+            raw = await self._read(receive)
+        size = len(raw)
+        if size > bounds.body_bytes_max:
+            raise _Refused(_too_large(size, bounds.body_bytes_max))
+        if self._body_bytes + size > bounds.bodies_bytes_max:
+            raise _Refused(self._too_many())
+        self._body_bytes += size
+        return raw
+
+    async def _read(self, receive: Receive) -> bytes:
+        """A body that comes in pieces."""
+        bounds = self._gateway.bounds
         parts: list[bytes] = []
         size = 0
         try:
@@ -271,14 +295,10 @@ class Api:
                         raise _Refused(_too_large(size, bounds.body_bytes_max))
                     parts.append(part)
                     if not message.get("more_body", False):
-                        break
+                        return b"".join(parts)
         except TimeoutError as error:
             text = f"the body did not come within {bounds.body_s_max:.0f} s"
             raise _Refused(Failure(408, "invalid_request_error", "body_timeout", text)) from error
-        if self._body_bytes + size > bounds.bodies_bytes_max:
-            raise _Refused(self._too_many())
-        self._body_bytes += size
-        return b"".join(parts)
 
     def _too_many(self) -> Failure:
         if self._gateway.stopping:

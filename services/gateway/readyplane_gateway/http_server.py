@@ -2,8 +2,9 @@
 
 Owns one connection: parsing (httptools), keep-alive, pipelining, flow control both ways, and one
 write where a general server makes several. An application begins when the body is there (or is
-long, or late), and may ask to be told at once when its client has gone, without a task that waits
-for it. uvicorn goes on owning the sockets; it is given this as its protocol.
+long, or late), may take it whole, and may ask to be told at once when its client has gone, without a
+task that waits for it. What is not HTTP is refused in the words of the API. uvicorn goes on owning
+the sockets; it is given this as its protocol.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import httptools
 import uvicorn
 from uvicorn.server import ServerState
 
+from readyplane_gateway.openai import Failure
+
 READ_AHEAD_BYTES_MAX = 1024 * 1024
 WHOLE_BODY_BYTES_MAX = 256 * 1024
 WHOLE_BODY_S_MAX = 1.0
@@ -25,6 +28,7 @@ HEAD_S_MAX = 30.0
 HEAD_BYTES_MAX = 256 * 1024
 PIPELINED_MAX = 64
 GONE = "readyplane.gone"
+WHOLE = "readyplane.whole"
 
 _STATUS = {
     s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode("ascii", "replace") for s in HTTPStatus
@@ -70,7 +74,9 @@ class _Turn:
         self.on_gone: Callable[[], None] | None = None
 
     def scope(self, server: Any, client: Any) -> dict[str, Any]:
-        """What ASGI wants to be told first; with it, how to hear that the client has gone."""
+        """What ASGI wants to be told first; with it, how to take a body that is there already, and
+        how to hear that the client has gone.
+        """
         path, _, query = self.target.partition(b"?")
         return {
             "type": "http",
@@ -87,7 +93,19 @@ class _Turn:
             "client": client,
             "extensions": {},
             GONE: self._hear,
+            WHOLE: self._whole,
         }
+
+    def _whole(self) -> bytes | None:
+        """The body, once, when all of it is there; None: ask `receive` for it."""
+        if self._told or not self.complete:
+            return None
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self.held = 0
+        self._connection.read_on()
+        self._told = True
+        return data
 
     def _hear(self, told: Callable[[], None] | None) -> bool:
         """Call `told` when the client goes; False when it has gone already. None: no more."""
@@ -160,7 +178,7 @@ class _Turn:
                 out.append(b"0\r\n\r\n")
         elif data:
             out.append(data)
-        self._connection.write(out)
+        self._connection.write(out, now=not more)
         if not more:
             self.done = True
             self._connection.answered(self)
@@ -247,11 +265,15 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._refuse(b"400 Bad Request", b"no protocol upgrade is offered")
+            self._refuse(400, "invalid_http", "no protocol upgrade is offered: send plain HTTP/1.1")
         except httptools.HttpParserError as error:
-            self._refuse(b"400 Bad Request", f"not HTTP: {error}".encode())
-        if self._late is None and self._reading is not None and not self._reading.method:
-            self._late = self._loop.call_later(HEAD_S_MAX, self._head_is_late)
+            self._refuse(400, "invalid_http", f"not HTTP/1.1 ({error}): send one request at a time")
+        reading = self._reading
+        if self._late is None and reading is not None:
+            if not reading.method:
+                self._late = self._loop.call_later(HEAD_S_MAX, self._head_is_late)
+            elif not reading.begun:
+                self._late = self._loop.call_later(WHOLE_BODY_S_MAX, self._body_is_late)
 
     def pause_writing(self) -> None:
         if self.paused is None:
@@ -303,8 +325,6 @@ class HttpConnection(asyncio.Protocol):
                 self._stop_reading()
         elif turn.held > WHOLE_BODY_BYTES_MAX:
             self._take(turn)
-        elif self._late is None:
-            self._late = self._loop.call_later(WHOLE_BODY_S_MAX, self._body_is_late)
 
     def on_message_complete(self) -> None:
         turn, self._reading = self._reading, None
@@ -320,12 +340,14 @@ class HttpConnection(asyncio.Protocol):
     def _count(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > HEAD_BYTES_MAX:
-            self._refuse(b"431 Request Header Fields Too Large", b"headers too large")
+            text = f"headers of over {HEAD_BYTES_MAX} bytes: send fewer"
+            self._refuse(431, "headers_too_large", text)
 
     def _head_is_late(self) -> None:
         self._late = None
         if self._reading is not None and not self._reading.method:
-            self._refuse(b"408 Request Timeout", b"the headers did not come in time")
+            text = f"the headers did not come within {HEAD_S_MAX:.0f} s"
+            self._refuse(408, "headers_timeout", text)
 
     def _body_is_late(self) -> None:
         self._late = None
@@ -359,8 +381,12 @@ class HttpConnection(asyncio.Protocol):
                 self._flush()
                 self._transport.abort()
 
-    def write(self, pieces: list[bytes]) -> None:
-        """Write in one piece what comes in this turn of the loop."""
+    def write(self, pieces: list[bytes], *, now: bool = False) -> None:
+        """Write in one piece what comes in this turn of the loop; `now`: nothing more will come."""
+        if now:
+            self._pieces += pieces
+            self._flush()
+            return
         if not self._pieces:
             self._loop.call_soon(self._flush)
         self._pieces += pieces
@@ -397,12 +423,13 @@ class HttpConnection(asyncio.Protocol):
             self._stopped_reading = False
             self._transport.resume_reading()
 
-    def _refuse(self, status: bytes, why: bytes) -> None:
+    def _refuse(self, status: int, code: str, text: str) -> None:
         """Not for any application: said and closed."""
         if self._transport is not None and not self._transport.is_closing():
-            head = b"HTTP/1.1 " + status + b"\r\ncontent-type: text/plain\r\n"
-            length = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(why)
-            self.write([head, length, why])
+            body = Failure(status, "invalid_request_error", code, text).document()
+            head = _STATUS[status] + b"content-type: application/json\r\n"
+            length = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.write([head, length, body])
             self._close()
 
     def _close(self) -> None:

@@ -47,7 +47,6 @@ STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 )
-JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 log = logging.getLogger(__name__)
 
@@ -455,8 +454,7 @@ class Proxy:
         slo = call.slo or self._bounds.slo
         call.begun = True
         call.stage = "answer"
-        await sink.start(200, [*JSON_HEADERS, *self._pair_headers(booking, handover)])
-        await sink.send(answer)
+        await sink.whole(200, answer, self._pair_headers(booking, handover))
         self._meters.output_tokens.labels(ask.model).inc(tokens)
         attained = elapsed_s <= slo.ttft_s + slo.tpot_s * max(0, tokens - 1)
 

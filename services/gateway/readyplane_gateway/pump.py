@@ -32,6 +32,10 @@ class Sink(Protocol):
         """Some of the body; waits while the client does not read."""
         ...
 
+    async def whole(self, status: int, body: bytes, headers: Sequence[Header] = ()) -> None:
+        """Status, headers and a JSON body that is complete; instead of the others."""
+        ...
+
 
 @dataclass(slots=True)
 class Call:
