@@ -11,17 +11,50 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from readyplane.core.errors import InvalidField, ReadyplaneError
-from readyplane.core.identity import chunk_hash
+from readyplane.core.identity import FileEntry, chunk_hash
 from readyplane.kit.clock import Clock
 from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.files import FileReader
 from readyplane_agent.ranges import Fault, RangeReader
 from readyplane_agent.source_use import SourceUse
+
+LEFT = Fault("busy", "left before it was asked")
+
+
+class Todo(Protocol):
+    """The chunks that one source is to give, told one by one; threads ask side by side."""
+
+    def take(self, reader: RangeReader) -> tuple[str, int] | None:
+        """The next chunk, waiting for one if need be; None when this source has no more to do."""
+        ...
+
+    def done(self, chunk: tuple[str, int], fault: Fault | None) -> bool:
+        """A chunk that was taken is verified, or came to nothing; True when to ask on."""
+        ...
+
+
+class InOrder:
+    """`Todo` of a source that holds everything and is read from alone: one after another."""
+
+    def __init__(self, chunks: Sequence[tuple[str, int]]) -> None:
+        self._left = deque(chunks)
+
+    def take(self, reader: RangeReader) -> tuple[str, int] | None:  # noqa: ARG002 - all are alike
+        """See `Todo`."""
+        try:
+            return self._left.popleft()
+        except IndexError:
+            return None
+
+    def done(self, chunk: tuple[str, int], fault: Fault | None) -> bool:  # noqa: ARG002
+        """See `Todo`."""
+        return fault is None
 
 
 class StagingBudget:
@@ -92,16 +125,21 @@ class Pipeline:
         *,
         gone: threading.Event,
         stop: threading.Event,
+        todo: Todo | None = None,
+        connections: int = 0,
     ) -> None:
-        """All missing chunks from one source, over several connections, until the first fault.
+        """Missing chunks from one source, over several connections, until the first fault.
 
         Args:
+            todo: which chunks; None for all that are missing, in order.
+            connections: of these at most so many, 0 for as many as were set.
             open_reader: makes one connection. use: gets what was read, and the fault.
             gone: set by the caller to leave this source, and here when it is done with.
             stop: set when the whole load is to end.
         """
-        todo = deque(self._arena.missing())
-        count = min(self._connections, len(todo))
+        missing = self._arena.missing()
+        asked = todo or InOrder(missing)
+        count = min(connections or self._connections, self._connections, len(missing))
         loop = asyncio.get_running_loop()
         readers: list[RangeReader] = []
         pool = ThreadPoolExecutor(max(1, count), thread_name_prefix="load")
@@ -110,7 +148,7 @@ class Pipeline:
             for _ in range(count):
                 readers.append(open_reader())
             work = [
-                loop.run_in_executor(pool, self._drain, reader, todo, use, gone, stop)
+                loop.run_in_executor(pool, self._drain, reader, asked, use, gone, stop)
                 for reader in readers
             ]
             await asyncio.gather(*work)
@@ -119,35 +157,42 @@ class Pipeline:
         finally:
             gone.set()
             for reader in readers:
-                reader.close()
+                if not isinstance(reader, FileReader):
+                    reader.close()  # wakes a thread that receives
             if work:
                 await asyncio.wait(work)
+            for reader in readers:
+                if isinstance(reader, FileReader):
+                    use.ways.add(reader.ways)
+                    reader.close()
             pool.shutdown(wait=False)
 
     def _drain(
         self,
         reader: RangeReader,
-        todo: deque[tuple[str, int]],
+        todo: Todo,
         use: SourceUse,
         gone: threading.Event,
         stop: threading.Event,
     ) -> None:
         """One thread: chunk after chunk until none is left or somebody met a fault."""
         while not (gone.is_set() or stop.is_set()):
-            try:
-                path, index = todo.popleft()
-            except IndexError:
+            chunk = todo.take(reader)
+            if chunk is None:
                 return
-            start, size = self._arena.span(path, index)
-            if not self.budget.take(size, stop=gone):
-                return
+            start, size = self._arena.span(*chunk)
+            fault: Fault | None = LEFT
             try:
-                fault = self._chunk(reader, path, index, start)
+                if self.budget.take(size, stop=gone):
+                    try:
+                        fault = self._chunk(reader, *chunk, start)
+                    finally:
+                        self.budget.give(size)
             finally:
-                self.budget.give(size)
+                on = todo.done(chunk, fault)
             if fault is None:
                 use.done(size, self._clock.monotonic_s())
-            else:
+            elif not on:
                 if use.fault is None and not gone.is_set():
                     use.fault = fault
                 gone.set()
@@ -158,8 +203,9 @@ class Pipeline:
         assert entry is not None
         window = self._arena.window(path, index)
         try:
-            fault = reader.read_into(entry, start, window)
-            if fault is None and chunk_hash(window) != entry.chunks[index]:
+            found = _read_hashed(reader, entry, start, window)
+            fault = found if isinstance(found, Fault) else None
+            if fault is None and found != entry.chunks[index]:
                 fault = Fault("corrupt", f"{path}: chunk {index} is not what the manifest says")
         finally:
             window.release()
@@ -168,3 +214,12 @@ class Pipeline:
         elif fault.kind == "corrupt" and isinstance(reader, FileReader) and self._cache is not None:
             self._cache.discard(entry)
         return fault
+
+
+def _read_hashed(
+    reader: RangeReader, entry: FileEntry, start: int, into: memoryview
+) -> Fault | str:
+    """Fill `into`; returns the xxh3-128 of what lies there now, never of what was meant to."""
+    if isinstance(reader, FileReader):
+        return reader.read_hashed(entry, start, into)
+    return reader.read_into(entry, start, into) or chunk_hash(into)
