@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from readyplane.core.startup import WeightTier
+from readyplane_agent.files import ReadWays
 from readyplane_agent.ranges import Fault
 
 # A shorter run of chunks says more about scheduling than about the way they came.
@@ -20,6 +21,7 @@ class SourceUse:
 
     Attributes:
         times: (seconds, bytes) of each verified chunk, in the order they were done.
+        ways: how the bytes of local files were read.
     """
 
     source_id: str
@@ -29,6 +31,7 @@ class SourceUse:
     elapsed_s: float = 0.0
     fault: Fault | None = None
     times: list[tuple[float, int]] = field(default_factory=list)
+    ways: ReadWays = field(default_factory=ReadWays)
 
     def done(self, size: int, now_s: float) -> None:
         """One more chunk was verified."""
@@ -61,6 +64,8 @@ class SourceUse:
                 f"bound {bound_s:.3f} s at the fastest measured {fastest / 1e9:.2f} GB/s, "
                 f"efficiency {bound_s / took_s:.2f}"
             )
+        if ways := self.ways.text():
+            parts.append(ways)
         if self.fault is not None:
             parts.append(str(self.fault))
         return ", ".join(parts)
