@@ -2,15 +2,17 @@
 
 Prints at the end:
 
-    bench-gateway gateway_p50_ratio= gateway_grpc_p50_ratio=
+    bench-gateway gateway_p50_ratio= gateway_asks_p50_ratio= gateway_grpc_p50_ratio=
 
-Both: p50 that our gateway adds at 1 in flight, over hitting a worker directly, divided by what
+All: p50 that our gateway adds at 1 in flight, over hitting a worker directly, divided by what
 vllm-router adds in its P/D mode, the better of its policies. `gateway` has the router's brain
-embedded, `gateway_grpc` asks a router process. 8 prefill and 8 decode workers that answer at once,
-prompts of 4,000 characters that no path sees twice, one raw client, all paths in turn within one
-run. The lines above say p50, p99, what is added at p50 and at p5 (when the machine was least busy
-with others) and the processor time of everything that a path consists of (the gateway; the router
-and Redis where it uses them). Without vllm-router the ratios are "not run".
+embedded and the model's tokenizer at hand, `gateway_asks` has no tokenizer and asks an engine for
+each prompt's tokens, `gateway_grpc` has the tokenizer and asks a router process. 8 prefill and 8
+decode workers that answer at once (and tokenise at once, see `bench.gateway_tokenizer`), prompts of
+4,000 characters that no path sees twice, one raw client, all paths in turn within one run. The lines
+above say p50, p99, what is added at p50 and at p5 (when the machine was least busy with others) and
+the processor time of everything that a path consists of (the gateway; the router and Redis where it
+uses them). Without vllm-router the ratios are "not run".
 """
 
 from __future__ import annotations
@@ -46,7 +48,13 @@ REQUESTS_A_ROUND = 60
 WARM_REQUESTS = 100
 STARTS_WITHIN_S = 60.0
 DIRECT = "one worker"
-OURS = {"embedded": "gateway", "grpc": "gateway_grpc"}
+TOKENIZER = ROOT / "bench" / "gateway_tokenizer"
+# Of our ways: who pairs, and whether the model's tokenizer is at hand.
+OURS = {
+    "gateway": ("embedded", True),
+    "gateway_asks": ("embedded", False),
+    "gateway_grpc": ("grpc", True),
+}
 
 
 @dataclass(slots=True)
@@ -207,10 +215,15 @@ async def _all_paths(folder: Path) -> AsyncIterator[list[Way]]:
         pid = next(r.pid for r in own.table.running() if r.name == "router")
         beside = {"embedded": redis, "grpc": [psutil.Process(pid), *redis]}
         paths = [Way(DIRECT, int(urls["decode"][0].rpartition(":")[2]), [])]
-        for pairing, name in OURS.items():
+        tokenizers = folder / "tokenizers"
+        (tokenizers / MODEL).mkdir(parents=True)
+        (tokenizers / MODEL / "tokenizer.json").write_text("{}")
+        environment["PYTHONPATH"] = str(TOKENIZER)
+        for name, (pairing, at_hand) in OURS.items():
             port = free_port()
             command = [sys.executable, "-m", "readyplane_gateway", "--pairing", pairing]
             command += ["--router", router.grpc, "--http-port", str(port)]
+            command += ["--tokenizers-dir", str(tokenizers)] if at_hand else []
             process = await stack.enter_async_context(
                 _running(command, folder / "logs" / f"{name}.log", environment)
             )
@@ -267,7 +280,7 @@ def main() -> int:
         return 0
     best_s = min(peers)
     found = {p.name: p.added_s(direct) / best_s if best_s > 0 else math.nan for p in paths}
-    print("bench-gateway " + " ".join(f"{n}_p50_ratio={found[n]:.3g}" for n in OURS.values()))
+    print("bench-gateway " + " ".join(f"{n}_p50_ratio={found[n]:.3g}" for n in OURS))
     return 0
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import httptools
 import msgspec
-import numpy as np
 import uvloop
 
+from bench.gateway_tokenizer.tokenizers import token_ids
 from readyplane import profiles
 from readyplane.client import RouterClient
 from readyplane.core.startup import SegmentName
@@ -32,7 +32,6 @@ from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.simulator.worker import SimWorker, Site
 
 WORKERS_A_ROLE = 8
-CHARACTERS_A_TOKEN = 4
 JOIN_S_MAX = 60.0
 _PREFILL = re.compile(rb'"do_remote_decode"\s*:\s*true')
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
@@ -116,10 +115,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _tokenised(body: bytes) -> bytes:
-    """One token for four characters, so that another text has other tokens."""
-    text = msgspec.json.decode(body)["prompt"].encode()
-    whole = text[: len(text) // CHARACTERS_A_TOKEN * CHARACTERS_A_TOKEN]
-    tokens = (np.frombuffer(whole, "<u4") % 32_000).tolist()
+    tokens = token_ids(msgspec.json.decode(body)["prompt"])
     return _answer(msgspec.json.encode({"count": len(tokens), "tokens": tokens}))
 
 
