@@ -15,6 +15,7 @@ from readyplane.core.chunks import ChunkRanges
 from readyplane.core.identity import Manifest
 from readyplane.core.kv import KvEventBatch
 from readyplane.core.ration import PrioritySignals, Ration
+from readyplane.core.resolution import CANDIDATES_SHOWN_MAX, Resolution
 from readyplane.core.startup import StartMode, WeightTier
 from readyplane.core.work import RequestEvent, RequestShape
 from readyplane.core.worker import (
@@ -215,6 +216,17 @@ class Registry(Protocol):
         self, reference: str, *, kind: str = "weights", need: Mapping[str, str] | None = None
     ) -> Manifest:
         """By digest, tag or model name. Raises NotFound or IdentityMismatch naming the fields."""
+        ...
+
+    async def resolve_need(
+        self,
+        reference: str,
+        *,
+        kind: str,
+        need: Mapping[str, str],
+        candidates_max: int = CANDIDATES_SHOWN_MAX,
+    ) -> Resolution:
+        """As `resolve`; what misses is an answer with the nearest candidates. Raises NotFound."""
         ...
 
     async def announce_source(self, source: Source) -> float:

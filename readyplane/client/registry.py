@@ -12,6 +12,7 @@ from readyplane.client.channel import ServiceClient
 from readyplane.core.chunks import ChunkRanges
 from readyplane.core.errors import IdentityMismatch
 from readyplane.core.identity import Manifest, canonical
+from readyplane.core.resolution import CANDIDATES_SHOWN_MAX, Resolution
 from readyplane.ports import (
     FetchPlan,
     ManifestSummary,
@@ -109,6 +110,24 @@ class RegistryClient(ServiceClient):
             lambda: pb.ResolveRequest(reference=reference, kind=kind, need=dict(need or {})),
         )
         return _checked(response.manifest_json, response.digest)
+
+    async def resolve_need(
+        self,
+        reference: str,
+        *,
+        kind: str,
+        need: Mapping[str, str],
+        candidates_max: int = CANDIDATES_SHOWN_MAX,
+    ) -> Resolution:
+        """The artifact that meets the need, or the nearest candidates."""
+        response: pb.ResolveResponse = await self.call(
+            "Resolve",
+            lambda: pb.ResolveRequest(
+                reference=reference, kind=kind, need=dict(need), candidates_max=candidates_max
+            ),
+        )
+        found = _checked(response.manifest_json, response.digest) if response.digest else None
+        return wire.resolution_from_proto(response, found)
 
     async def announce_source(self, source: Source) -> float:
         """Announce or refresh; returns the ttl in seconds."""

@@ -309,12 +309,19 @@ class ResolveRequest(google.protobuf.message.Message):
     REFERENCE_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     NEED_FIELD_NUMBER: builtins.int
+    CANDIDATES_MAX_FIELD_NUMBER: builtins.int
     reference: builtins.str
     """A digest, a tag or a model name."""
     kind: builtins.str
+    candidates_max: builtins.int
+    """Above 0: when no artifact meets the need, answer with so many of the nearest instead of the
+    error IdentityMismatch.
+    """
     @property
     def need(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Fields that must be equal, by their names in the manifest (for example layout, quantisation)."""
+        """Fields that must be equal, by their names in the manifest (for example layout, quantisation).
+        `key_digest` asks for a whole key: no field more, none less.
+        """
 
     def __init__(
         self,
@@ -322,8 +329,9 @@ class ResolveRequest(google.protobuf.message.Message):
         reference: builtins.str = ...,
         kind: builtins.str = ...,
         need: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        candidates_max: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "need", b"need", "reference", b"reference"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["candidates_max", b"candidates_max", "kind", b"kind", "need", b"need", "reference", b"reference"]) -> None: ...
 
 Global___ResolveRequest: typing_extensions.TypeAlias = ResolveRequest
 
@@ -333,17 +341,73 @@ class ResolveResponse(google.protobuf.message.Message):
 
     DIGEST_FIELD_NUMBER: builtins.int
     MANIFEST_JSON_FIELD_NUMBER: builtins.int
+    CANDIDATES_FIELD_NUMBER: builtins.int
+    LEFT_OFF_FIELD_NUMBER: builtins.int
     digest: builtins.str
+    """Empty when no artifact meets the need."""
     manifest_json: builtins.str
+    left_off: builtins.int
+    """How many more there are, that differ as much or more."""
+    @property
+    def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Candidate]:
+        """The artifact with the fewest differing fields first."""
+
     def __init__(
         self,
         *,
         digest: builtins.str = ...,
         manifest_json: builtins.str = ...,
+        candidates: collections.abc.Iterable[Global___Candidate] | None = ...,
+        left_off: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "manifest_json", b"manifest_json"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["candidates", b"candidates", "digest", b"digest", "left_off", b"left_off", "manifest_json", b"manifest_json"]) -> None: ...
 
 Global___ResolveResponse: typing_extensions.TypeAlias = ResolveResponse
+
+@typing.final
+class FieldDifference(google.protobuf.message.Message):
+    """One field in which an artifact differs from a need."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: builtins.int
+    NEEDED_FIELD_NUMBER: builtins.int
+    FOUND_FIELD_NUMBER: builtins.int
+    field: builtins.str
+    needed: builtins.str
+    found: builtins.str
+    """`nothing` when the artifact does not say."""
+    def __init__(
+        self,
+        *,
+        field: builtins.str = ...,
+        needed: builtins.str = ...,
+        found: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["field", b"field", "found", b"found", "needed", b"needed"]) -> None: ...
+
+Global___FieldDifference: typing_extensions.TypeAlias = FieldDifference
+
+@typing.final
+class Candidate(google.protobuf.message.Message):
+    """An artifact that does not meet a need, and why."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    DIFFERING_FIELD_NUMBER: builtins.int
+    digest: builtins.str
+    @property
+    def differing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FieldDifference]: ...
+    def __init__(
+        self,
+        *,
+        digest: builtins.str = ...,
+        differing: collections.abc.Iterable[Global___FieldDifference] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["differing", b"differing", "digest", b"digest"]) -> None: ...
+
+Global___Candidate: typing_extensions.TypeAlias = Candidate
 
 @typing.final
 class ChunkRange(google.protobuf.message.Message):

@@ -141,7 +141,8 @@ class RegistryServicer(object):
 
     def Resolve(self, request, context):
         """Resolves a digest, a tag or a model name to one manifest, or says which fields of the need no
-        artifact meets.
+        artifact meets: as an error, or with `candidates_max` as an answer. A read. What a tag
+        `withdrawn/HEX` points at with its own digest is resolved to by its digest only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

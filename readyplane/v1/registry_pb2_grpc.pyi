@@ -346,7 +346,8 @@ class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetMani
 
     Resolve: _RegistryResolveType
     """Resolves a digest, a tag or a model name to one manifest, or says which fields of the need no
-    artifact meets.
+    artifact meets: as an error, or with `candidates_max` as an answer. A read. What a tag
+    `withdrawn/HEX` points at with its own digest is resolved to by its digest only.
     """
 
     AnnounceSource: _RegistryAnnounceSourceType
@@ -485,7 +486,8 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[readyplane.v1.registry_pb2.ResolveResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.ResolveResponse]]:
         """Resolves a digest, a tag or a model name to one manifest, or says which fields of the need no
-        artifact meets.
+        artifact meets: as an error, or with `candidates_max` as an answer. A read. What a tag
+        `withdrawn/HEX` points at with its own digest is resolved to by its digest only.
         """
 
     @abc.abstractmethod

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from readyplane.core.chunks import ChunkRanges, check_ranges
-from readyplane.core.identity import Manifest, canonical, parse
+from readyplane.core.identity import FieldDifference, Manifest, canonical, parse
+from readyplane.core.resolution import Candidate, Resolution
 from readyplane.core.startup import WeightTier
 from readyplane.ports import (
     FetchPlan,
@@ -30,6 +31,35 @@ def manifest_to_json(manifest: Manifest) -> str:
 def manifest_from_json(text: str) -> Manifest:
     """Parse and validate. Raises InvalidField naming the field."""
     return Manifest.from_document(parse(text, where="manifest"))
+
+
+def resolution_to_proto(resolution: Resolution) -> pb.ResolveResponse:
+    """Resolution as response."""
+    manifest = resolution.manifest
+    return pb.ResolveResponse(
+        digest="" if manifest is None else manifest.digest,
+        manifest_json="" if manifest is None else manifest_to_json(manifest),
+        candidates=[
+            pb.Candidate(
+                digest=candidate.digest,
+                differing=[
+                    pb.FieldDifference(field=f.field, needed=f.left, found=f.right)
+                    for f in candidate.differing
+                ],
+            )
+            for candidate in resolution.candidates
+        ],
+        left_off=resolution.left_off,
+    )
+
+
+def resolution_from_proto(message: pb.ResolveResponse, manifest: Manifest | None) -> Resolution:
+    """Response as resolution, with the manifest that was read from it and checked."""
+    candidates = tuple(
+        Candidate(c.digest, tuple(FieldDifference(f.field, f.needed, f.found) for f in c.differing))
+        for c in message.candidates
+    )
+    return Resolution(manifest, candidates, message.left_off)
 
 
 def manifest_summary_to_proto(summary: ManifestSummary) -> pb.ManifestSummary:

@@ -20,6 +20,7 @@ from readyplane.core.errors import (
     UnknownField,
 )
 from readyplane.core.identity import FileEntry, Manifest
+from readyplane.core.resolution import withdrawn_tag
 from readyplane.core.startup import WeightTier
 from readyplane.kit.auth import TokenCheck
 from readyplane.kit.clock import SystemClock
@@ -235,6 +236,41 @@ async def test_a_need_finds_the_artifact_that_meets_it_or_names_what_differs(wor
     assert "tp" not in told.replace("http", "")
     with pytest.raises(UnknownField, match=r"need\.colour"):
         await resolve("need", need={"colour": "red"})
+
+
+async def test_a_need_that_nothing_meets_is_answered_with_candidates(world: World) -> None:
+    plain = await world.publish("candidates")
+    other = await world.publish("candidates", capability="sm90")
+    need = {"capability": "sm80", "quantisation": "none"}
+    missed = await world.registry.resolve_need("candidates", kind="weights", need=need)
+    assert missed.manifest is None
+    assert {c.digest for c in missed.candidates} == {plain, other}
+    told = {str(f) for c in missed.candidates for f in c.differing}
+    assert told == {"capability: sm80 != sm90", "capability: sm80 != "}
+    one = await world.registry.resolve_need(
+        "candidates", kind="weights", need=need, candidates_max=1
+    )
+    assert (len(one.candidates), one.left_off) == (1, 1)
+    found = await world.registry.resolve_need(
+        "candidates", kind="weights", need={"capability": "sm90"}
+    )
+    assert found.manifest is not None
+    assert found.manifest.digest == other
+    with pytest.raises(NotFound):
+        await world.registry.resolve_need("none of it", kind="weights", need={})
+    with pytest.raises(InvalidField, match="candidates_max"):
+        await world.registry.resolve_need("candidates", kind="weights", need={}, candidates_max=999)
+
+
+async def test_what_is_withdrawn_is_found_by_its_digest_only(world: World) -> None:
+    kept = await world.publish("withdrawn")
+    bad = await world.publish("withdrawn")
+    await world.registry.set_tag("withdrawn-one", bad)
+    await world.registry.set_tag(withdrawn_tag(bad), bad)
+    assert (await world.registry.resolve("withdrawn")).digest == kept
+    assert (await world.registry.resolve(bad)).digest == bad
+    with pytest.raises(NotFound, match="withdrawn"):
+        await world.registry.resolve("withdrawn-one")
 
 
 # --------------------------------------------------------------------------- sources and transfers

@@ -12,6 +12,7 @@ from readyplane.wire.registry import (
     fetch_plan_to_proto,
     manifest_summary_to_proto,
     manifest_to_json,
+    resolution_to_proto,
     source_from_proto,
     tag_to_proto,
     transfer_to_proto,
@@ -81,6 +82,14 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
         return pb.ListTagsResponse(tags=[tag_to_proto(tag) for tag in tags])
 
     async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.ResolveResponse:
+        if request.candidates_max:
+            found = await self._service.resolve_need(
+                request.reference,
+                kind=request.kind or "weights",
+                need=dict(request.need),
+                candidates_max=request.candidates_max,
+            )
+            return resolution_to_proto(found)
         manifest = await self._service.resolve(
             request.reference, kind=request.kind or "weights", need=dict(request.need)
         )
