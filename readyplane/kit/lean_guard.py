@@ -1,6 +1,7 @@
 """What the lean gRPC server holds for all its clients together, and says of those that misbehave.
 
-Owned by `readyplane.kit.lean_rpc`; what one connection may hold is bounded there.
+Owned by `readyplane.kit.lean_rpc`; what one connection may hold is bounded there. How long a client
+may take to begin is said here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import asyncio
 import logging
 
 PREFACE_S_MAX = 30.0
+REQUEST_S_MAX = 60.0
+"""From the preface to the first call, and from a call's headers to the end of its message."""
 UNFINISHED_BYTES_MAX = 512 * 1024 * 1024
 WARN_EVERY_S = 10.0
 

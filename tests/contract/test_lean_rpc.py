@@ -275,7 +275,43 @@ async def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> No
     async with serving() as (world, channel), talking(world) as say:
         assert (await world.call(channel, ECHO, pb.RouteRequest(request_id="r"))).reservation_id
         assert goaway(await say(PREFACE[:5])) is None
-        assert len(world.server.connections) == 1  # who has greeted may be idle
+        assert len(world.server.connections) == 1  # who has called may be idle
+
+
+async def test_who_greets_and_never_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean_guard, "REQUEST_S_MAX", 0.1)
+    ping = frame(6, 0, 0, b"12345678")
+    begun = frame(HEADERS, 1, 1, b"\x83")  # headers that never end are no call either
+    async with serving() as (world, channel):
+        assert (await world.call(channel, ECHO, pb.RouteRequest(request_id="r"))).reservation_id
+        for more in (b"", ping, begun):
+            async with talking(world) as say:
+                assert goaway(await say(PREFACE + frame(SETTINGS, 0, 0, b"") + more)) == 0
+        assert len(world.server.connections) == 1  # who has called may be idle
+        assert (await world.call(channel, ECHO, pb.RouteRequest(request_id="r"))).reservation_id
+
+
+async def test_a_call_that_does_not_come_whole_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean_guard, "REQUEST_S_MAX", 0.1)
+    path = b"\x83\x86\x04" + bytes((len(SLOW),)) + SLOW.encode()
+    half = frame(HEADERS, 4, 1, path) + frame(DATA, 0, 1, b"\0\0\0\0\x09half")
+    async with serving() as (world, channel):
+        slow = asyncio.create_task(world.call(channel, SLOW, pb.RouteRequest(request_id="r")))
+        await asyncio.wait_for(world.began.wait(), 5.0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        writer.write(PREFACE + frame(SETTINGS, 0, 0, b"") + half)
+        heard = b""
+        while b"grpc-status" not in heard:
+            heard += await asyncio.wait_for(reader.read(4096), 5.0)
+        writer.close()
+        assert b"send all of it within" in heard and goaway(heard) is None
+        assert not slow.done()  # a call under way takes its time
+        world.go_on.set()
+        assert (await slow).reservation_id == "r"
+        async with talking(world) as say:  # and headers that do not end, after a whole call
+            whole = frame(HEADERS, 4, 1, path) + frame(DATA, 1, 1, b"\0\0\0\0\0")
+            data = PREFACE + frame(SETTINGS, 0, 0, b"") + whole + frame(HEADERS, 1, 3, b"\x83")
+            assert goaway(await say(data)) == 11
 
 
 async def test_who_holds_most_goes_when_all_hold_too_much(
