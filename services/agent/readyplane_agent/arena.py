@@ -1,31 +1,25 @@
 """The arena: shared memory that holds a model's files byte for byte, at their final address.
 
-Owns the memory file, its layout and its seal. `loader` writes each chunk into `window` and marks
-it once verified; `transfer` gives verified bytes to peers; the engine maps `path` without a copy.
+Owns the layout, what is verified of it, and the seal. `pipeline` writes each chunk into `window`
+and marks it once verified; `transfer` gives verified bytes to peers; the engine maps `path` without
+a copy.
 
-The file has no name in any folder (memfd): it ends with its last user, so a killed agent leaves
-nothing behind. Once sealed no process can change a byte of it, not even the agent (B126).
+Once sealed no process can change a byte of it, not even the agent (B126).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
-import fcntl
-import mmap
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from readyplane.core.errors import InvalidField, Unavailable
+from readyplane.core.errors import InvalidField
 from readyplane.core.identity import FileEntry, Manifest
+from readyplane_agent.arena_memory import ArenaMemory
 from readyplane_agent.engines.layout import ARENA_ALIGN_BYTES, arena_layout
 
 PREFAULT_BYTES = 32 * 2**20
 MISSING, COMING, VERIFIED = 0, 1, 2
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in without changing them
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class Arena:
@@ -33,6 +27,7 @@ class Arena:
 
     Args:
         manifest: what will be loaded.
+        memory: where, of at least as many bytes; new memory without.
 
     Attributes:
         size_bytes: length of the memory file. offsets: file path -> its first byte.
@@ -40,7 +35,7 @@ class Arena:
         progress: a byte for each of them: `MISSING`, `COMING` or `VERIFIED`.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, memory: ArenaMemory | None = None) -> None:
         self.manifest = manifest
         layout = arena_layout(manifest)
         offsets = dict(layout.file_offsets)
@@ -58,49 +53,38 @@ class Arena:
         self._numbers = {chunk: number for number, chunk in enumerate(self.chunks)}
         self.progress = bytearray(len(self.chunks))
         self._missing = set(self.chunks)
-        self.sealed = False
-        self.fd = os.memfd_create("readyplane-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, self.size_bytes)
-            self._map = mmap.mmap(self.fd, self.size_bytes)
-        except OSError as error:
-            os.close(self.fd)
-            raise Unavailable(
-                f"cannot get {self.size_bytes} B of shared memory for the weights ({error})",
-                "free memory on this node or raise the container's memory limit",
-            ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # A kernel without huge pages for shared memory is only slower.
-            with contextlib.suppress(OSError):
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._view = memoryview(self._map)
+        if memory is not None and memory.size_bytes < self.size_bytes:
+            raise InvalidField("arena.memory", memory.size_bytes, f"give {self.size_bytes} B")
+        self.memory = ArenaMemory(self.size_bytes) if memory is None else memory
+
+    @property
+    def fd(self) -> int:
+        """The memory file; -1 once closed."""
+        return self.memory.fd
+
+    @property
+    def sealed(self) -> bool:
+        """Whether no process can change a byte any more."""
+        return self.memory.sealed
 
     @property
     def path(self) -> Path:
         """Where another process of this user can open the arena while this one lives."""
-        return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
+        return self.memory.path
 
     def entry(self, path: str) -> FileEntry | None:
         """The manifest's line about a file, None when it has no such file."""
         return self._entries.get(path)
 
-    def prefault(self, start: int = 0, size_bytes: int | None = None) -> bool:
-        """Fault pages in, in parallel with discovery; first touch costs more than reading.
+    def purpose(self, path: str) -> str:
+        """What a file is for: `weights`, `tokenizer`, …"""
+        return self._entries[path].purpose
 
-        Returns False where the kernel cannot (the pages are then faulted in while loading).
-        Blocking, and lets other threads run: call it in one.
-        """
-        size = self.size_bytes - start if size_bytes is None else size_bytes
-        libc = ctypes.CDLL(None, use_errno=True)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        done: int = libc.madvise(
-            ctypes.c_void_p(base + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE
+    def prefault(self, start: int = 0, size_bytes: int | None = None) -> bool:
+        """Fault pages in, in parallel with discovery; see `ArenaMemory.prefault`."""
+        return self.memory.prefault(
+            start, self.size_bytes - start if size_bytes is None else size_bytes
         )
-        if done != 0 and ctypes.get_errno() == 12:
-            raise Unavailable(
-                f"no memory for an arena of {self.size_bytes} B", "free memory on this node"
-            )
-        return done == 0
 
     def span(self, path: str, index: int) -> tuple[int, int]:
         """(offset in its file, length) of a chunk."""
@@ -120,12 +104,12 @@ class Arena:
             raise InvalidField("arena", f"{path}[{index}]", "leave a verified chunk as it is")
         start, size = self.span(path, index)
         at = self.offsets[path] + start
-        return self._view[at : at + size]
+        return self.memory.view[at : at + size]
 
     def view(self, path: str) -> memoryview:
         """The bytes of a whole file."""
         at = self.offsets[path]
-        return self._view[at : at + self._entries[path].size_bytes]
+        return self.memory.view[at : at + self._entries[path].size_bytes]
 
     def mark(self, path: str, index: int) -> None:
         """A chunk's bytes were verified in place."""
@@ -163,27 +147,11 @@ class Arena:
         if self._missing:
             path, index = min(self._missing)
             raise InvalidField("arena", f"{path}[{index}]", "verify every chunk before the seal")
-        self._view.release()
-        self._map.close()
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as error:
-            raise Unavailable(
-                f"the arena cannot be sealed ({error})", "keep no writable map of it"
-            ) from error
-        self._map = mmap.mmap(self.fd, self.size_bytes, prot=mmap.PROT_READ)
-        self._view = memoryview(self._map)
-        self.sealed = True
+        self.memory.seal()
 
     def close(self) -> None:
         """Give the memory back (to the kernel once the engine is gone too). Idempotent."""
-        if self.fd < 0:
-            return
-        self._view.release()
-        with contextlib.suppress(BufferError):  # a reader's view keeps the map until it ends
-            self._map.close()
-        os.close(self.fd)
-        self.fd = -1
+        self.memory.close()
 
 
 async def prefault(arena: Arena, *, stop: Callable[[], bool] = lambda: False) -> float:

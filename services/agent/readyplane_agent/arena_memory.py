@@ -1,0 +1,184 @@
+"""The shared memory of an arena: made, faulted in with huge pages, sealed, given back.
+
+Owns the memory file and its pages. First touch costs more than reading: the kernel clears each page
+and walks its tables. Pages of 2 MiB make that some ten times cheaper. Shared memory gets them when
+`shmem_enabled` allows it, which most machines do not; asked for range by range (MADV_COLLAPSE,
+Linux 6.1) they come without any setting. Where they do not, 4 KiB pages serve, and it is told.
+
+The file has no name in any folder (memfd): it ends with its last user, so a killed agent leaves
+nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from readyplane.core.errors import Unavailable
+
+HUGE_BYTES = 2 * 2**20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in without changing them
+_MADV_COLLAPSE = 25  # Linux 6.1
+_NO_MEMORY = 12
+_ALIGN_TRIES = 3
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@dataclass(slots=True)
+class Faulted:
+    """What was faulted in ahead of the loader, by size of page."""
+
+    huge_bytes: int = 0
+    small_bytes: int = 0
+    why_small: str = ""
+
+    def text(self) -> str:
+        """One line for the segment's detail."""
+        parts = [f"{self.huge_bytes / 1e6:.1f} MB in pages of 2 MiB"]
+        if self.small_bytes:
+            why = f" ({self.why_small})" if self.why_small else ""
+            parts.append(f"{self.small_bytes / 1e6:.1f} MB in pages of 4 KiB{why}")
+        return ", ".join(parts)
+
+
+class ArenaMemory:
+    """Zeroed shared memory, mapped writable until it is sealed.
+
+    Args:
+        size_bytes: length of the memory file.
+
+    Attributes:
+        view: all of it. faulted: what `prefault` has done so far.
+
+    Raises:
+        Unavailable: the machine has not that much memory.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.sealed = False
+        self.faulted = Faulted()
+        self._counting = threading.Lock()
+        self.fd = os.memfd_create("readyplane-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size_bytes)
+            self._map = _aligned(self.fd, size_bytes)
+        except OSError as error:
+            os.close(self.fd)
+            raise Unavailable(
+                f"cannot get {size_bytes} B of shared memory for the weights ({error})",
+                "free memory on this node or raise the container's memory limit",
+            ) from error
+        self.view = memoryview(self._map)
+        self._base = _address(self._map)
+
+    @property
+    def path(self) -> Path:
+        """Where another process of this user can open the memory while this one lives."""
+        return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
+
+    def prefault(self, start: int, size_bytes: int) -> bool:
+        """Fault a range in, changing no byte of it, also while somebody writes there.
+
+        Returns False where the kernel cannot (the pages are then faulted in while loading).
+        Blocking, and lets other threads run: call it in one.
+
+        Raises:
+            Unavailable: no memory is left.
+        """
+        whole = start // HUGE_BYTES * HUGE_BYTES
+        if start != whole or self._base % HUGE_BYTES:
+            return self._small(start, size_bytes, "the range is not aligned to 2 MiB")
+        huge = min(size_bytes, self.size_bytes - start) // HUGE_BYTES * HUGE_BYTES
+        for at in range(start, start + huge, HUGE_BYTES):
+            # A range without a single page has no table to put a huge one in.
+            if not self._advise(at, mmap.PAGESIZE, _MADV_POPULATE_WRITE):
+                return self._small(start, size_bytes, "the kernel faults nothing in ahead")
+            if not self._advise(at, HUGE_BYTES, _MADV_COLLAPSE):
+                why = os.strerror(ctypes.get_errno())
+                if not self._small(at, HUGE_BYTES, f"no huge page: {why}"):
+                    return False
+                continue
+            with self._counting:
+                self.faulted.huge_bytes += HUGE_BYTES
+        rest = min(size_bytes, self.size_bytes - start) - huge
+        return rest == 0 or self._small(start + huge, rest, "")
+
+    def _small(self, start: int, size_bytes: int, why: str) -> bool:
+        if not self._advise(start, size_bytes, _MADV_POPULATE_WRITE):
+            return False
+        with self._counting:
+            self.faulted.small_bytes += size_bytes
+            self.faulted.why_small = why or self.faulted.why_small
+        return True
+
+    def _advise(self, start: int, size_bytes: int, advice: int) -> bool:
+        if _libc.madvise(self._base + start, size_bytes, advice) == 0:
+            return True
+        if ctypes.get_errno() == _NO_MEMORY and advice == _MADV_POPULATE_WRITE:
+            raise Unavailable(
+                f"no memory for an arena of {self.size_bytes} B", "free memory on this node"
+            )
+        return False
+
+    def seal(self) -> None:
+        """Make the bytes unchangeable for everybody, for good; `view` is then read-only.
+
+        Raises:
+            Unavailable: somebody still maps it writable.
+        """
+        if self.sealed:
+            return
+        self.view.release()
+        self._map.close()
+        self._base = 1  # nothing can be faulted in any more
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            raise Unavailable(
+                f"the arena cannot be sealed ({error})", "keep no writable map of it"
+            ) from error
+        self._map = mmap.mmap(self.fd, self.size_bytes, prot=mmap.PROT_READ)
+        self.view = memoryview(self._map)
+        self.sealed = True
+
+    def close(self) -> None:
+        """Give the memory back (to the kernel once the engine is gone too). Idempotent."""
+        if self.fd < 0:
+            return
+        self.view.release()
+        with contextlib.suppress(BufferError):  # a reader's view keeps the map until it ends
+            self._map.close()
+        os.close(self.fd)
+        self.fd = -1
+
+
+def _aligned(fd: int, size_bytes: int) -> mmap.mmap:
+    """Map the file at a multiple of 2 MiB, so that huge pages fit its tables.
+
+    The kernel puts a mapping right below the last one: one of the right length in between moves
+    the next. Somebody else's mapping may come in between, hence the tries; unaligned at last.
+    """
+    mapped = mmap.mmap(fd, size_bytes)
+    for _ in range(_ALIGN_TRIES):
+        beyond = _address(mapped) % HUGE_BYTES
+        if beyond == 0:
+            break
+        mapped.close()
+        spacer = mmap.mmap(-1, beyond, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped = mmap.mmap(fd, size_bytes)
+        spacer.close()
+    return mapped
+
+
+def _address(mapped: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
