@@ -17,6 +17,7 @@ from readyplane.core.kv import KvEventBatch
 from readyplane.core.ration import PrioritySignals, Ration
 from readyplane.core.resolution import CANDIDATES_SHOWN_MAX, Resolution
 from readyplane.core.startup import StartMode, WeightTier
+from readyplane.core.trust import Trail
 from readyplane.core.work import RequestEvent, RequestShape
 from readyplane.core.worker import (
     CheckResult,
@@ -206,6 +207,24 @@ class Registry(Protocol):
         self, name: str, digest: str, *, expected_digest: str = "", force: bool = False
     ) -> Tag:
         """Compare-and-set. Raises Conflict when another digest is found, NotFound."""
+        ...
+
+    async def sign_manifest(self, digest: str, *, public_key: bytes, envelope: str) -> bool:
+        """Store a signature that verifies; False when this key had signed it before."""
+        ...
+
+    async def record_origin(self, digest: str, origin: Mapping[str, str]) -> None:
+        """Note beside it where an artifact's bytes came from."""
+        ...
+
+    async def trail(self, digest: str) -> Trail:
+        """What was said of a manifest since it was published. Raises NotFound."""
+        ...
+
+    async def hold_upload(
+        self, upload_id: str, sha256: Sequence[str], *, release: bool = False
+    ) -> float:
+        """Keep bytes that are about to be published from being collected; returns the ttl in s."""
         ...
 
     async def list_tags(self, name: str = "") -> list[Tag]:

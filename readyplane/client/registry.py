@@ -13,6 +13,7 @@ from readyplane.core.chunks import ChunkRanges
 from readyplane.core.errors import IdentityMismatch
 from readyplane.core.identity import Manifest, canonical
 from readyplane.core.resolution import CANDIDATES_SHOWN_MAX, Resolution
+from readyplane.core.trust import Trail
 from readyplane.ports import (
     FetchPlan,
     ManifestSummary,
@@ -93,6 +94,45 @@ class RegistryClient(ServiceClient):
             ),
         )
         return wire.tag_from_proto(response.tag)
+
+    async def sign_manifest(self, digest: str, *, public_key: bytes, envelope: str) -> bool:
+        """Store a signature; False when this key had signed it before."""
+        response: pb.SignManifestResponse = await self.call(
+            "SignManifest",
+            lambda: pb.SignManifestRequest(
+                request_id=self._make_id(),
+                digest=digest,
+                public_key=public_key,
+                envelope_json=envelope,
+            ),
+        )
+        return response.created
+
+    async def record_origin(self, digest: str, origin: Mapping[str, str]) -> None:
+        """Note beside it where an artifact's bytes came from."""
+        await self.call(
+            "RecordOrigin",
+            lambda: pb.RecordOriginRequest(
+                request_id=self._make_id(), digest=digest, origin=dict(origin)
+            ),
+        )
+
+    async def trail(self, digest: str) -> Trail:
+        """Signatures, origins and retirement of a manifest; nothing is verified here."""
+        response: pb.GetTrailResponse = await self.call(
+            "GetTrail", lambda: pb.GetTrailRequest(digest=digest)
+        )
+        return wire.trail_from_proto(response)
+
+    async def hold_upload(
+        self, upload_id: str, sha256: Sequence[str], *, release: bool = False
+    ) -> float:
+        """Keep bytes from being collected while they are published; returns the ttl in seconds."""
+        response: pb.HoldUploadResponse = await self.call(
+            "HoldUpload",
+            lambda: pb.HoldUploadRequest(upload_id=upload_id, sha256=sha256, release=release),
+        )
+        return wire.seconds_of(response.ttl)
 
     async def list_tags(self, name: str = "") -> list[Tag]:
         """Current tags, or the history of one, newest first."""

@@ -183,6 +183,245 @@ class ListManifestsResponse(google.protobuf.message.Message):
 Global___ListManifestsResponse: typing_extensions.TypeAlias = ListManifestsResponse
 
 @typing.final
+class ManifestSignature(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_ID_FIELD_NUMBER: builtins.int
+    PUBLIC_KEY_FIELD_NUMBER: builtins.int
+    ENVELOPE_JSON_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    key_id: builtins.str
+    """`ed25519:` and the sha256 of the public key."""
+    public_key: builtins.bytes
+    envelope_json: builtins.str
+    """DSSE envelope as JSON."""
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        key_id: builtins.str = ...,
+        public_key: builtins.bytes = ...,
+        envelope_json: builtins.str = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "envelope_json", b"envelope_json", "key_id", b"key_id", "public_key", b"public_key"]) -> None: ...
+
+Global___ManifestSignature: typing_extensions.TypeAlias = ManifestSignature
+
+@typing.final
+class SignManifestRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    PUBLIC_KEY_FIELD_NUMBER: builtins.int
+    ENVELOPE_JSON_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    digest: builtins.str
+    public_key: builtins.bytes
+    envelope_json: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        digest: builtins.str = ...,
+        public_key: builtins.bytes = ...,
+        envelope_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "envelope_json", b"envelope_json", "public_key", b"public_key", "request_id", b"request_id"]) -> None: ...
+
+Global___SignManifestRequest: typing_extensions.TypeAlias = SignManifestRequest
+
+@typing.final
+class SignManifestResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CREATED_FIELD_NUMBER: builtins.int
+    created: builtins.bool
+    """False when this key had signed it before."""
+    def __init__(
+        self,
+        *,
+        created: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created"]) -> None: ...
+
+Global___SignManifestResponse: typing_extensions.TypeAlias = SignManifestResponse
+
+@typing.final
+class RecordOriginRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class OriginEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    ORIGIN_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    digest: builtins.str
+    @property
+    def origin(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """For example repository, ref (the mutable name that was resolved), commit."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        digest: builtins.str = ...,
+        origin: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "origin", b"origin", "request_id", b"request_id"]) -> None: ...
+
+Global___RecordOriginRequest: typing_extensions.TypeAlias = RecordOriginRequest
+
+@typing.final
+class RecordOriginResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___RecordOriginResponse: typing_extensions.TypeAlias = RecordOriginResponse
+
+@typing.final
+class GetTrailRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    digest: builtins.str
+    def __init__(
+        self,
+        *,
+        digest: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest"]) -> None: ...
+
+Global___GetTrailRequest: typing_extensions.TypeAlias = GetTrailRequest
+
+@typing.final
+class ManifestEvent(google.protobuf.message.Message):
+    """Something that happened to a manifest: `origin`, `retired` or `restored`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class DetailEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    EVENT_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    event: builtins.str
+    @property
+    def detail(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        event: builtins.str = ...,
+        detail: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "detail", b"detail", "event", b"event"]) -> None: ...
+
+Global___ManifestEvent: typing_extensions.TypeAlias = ManifestEvent
+
+@typing.final
+class GetTrailResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SIGNATURES_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    @property
+    def signatures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ManifestSignature]: ...
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ManifestEvent]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        signatures: collections.abc.Iterable[Global___ManifestSignature] | None = ...,
+        events: collections.abc.Iterable[Global___ManifestEvent] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "signatures", b"signatures"]) -> None: ...
+
+Global___GetTrailResponse: typing_extensions.TypeAlias = GetTrailResponse
+
+@typing.final
+class HoldUploadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UPLOAD_ID_FIELD_NUMBER: builtins.int
+    SHA256_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    upload_id: builtins.str
+    release: builtins.bool
+    """Ends the upload's hold; sha256 is left empty."""
+    @property
+    def sha256(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """10,000 at most in one call; further calls with the same upload_id add to it."""
+
+    def __init__(
+        self,
+        *,
+        upload_id: builtins.str = ...,
+        sha256: collections.abc.Iterable[builtins.str] | None = ...,
+        release: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["release", b"release", "sha256", b"sha256", "upload_id", b"upload_id"]) -> None: ...
+
+Global___HoldUploadRequest: typing_extensions.TypeAlias = HoldUploadRequest
+
+@typing.final
+class HoldUploadResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TTL_FIELD_NUMBER: builtins.int
+    @property
+    def ttl(self) -> google.protobuf.duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        ttl: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ttl", b"ttl"]) -> None: ...
+
+Global___HoldUploadResponse: typing_extensions.TypeAlias = HoldUploadResponse
+
+@typing.final
 class SetTagRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

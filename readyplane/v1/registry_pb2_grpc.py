@@ -50,6 +50,26 @@ class RegistryStub(object):
                 request_serializer=readyplane_dot_v1_dot_registry__pb2.ListManifestsRequest.SerializeToString,
                 response_deserializer=readyplane_dot_v1_dot_registry__pb2.ListManifestsResponse.FromString,
                 _registered_method=True)
+        self.SignManifest = channel.unary_unary(
+                '/readyplane.v1.Registry/SignManifest',
+                request_serializer=readyplane_dot_v1_dot_registry__pb2.SignManifestRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_registry__pb2.SignManifestResponse.FromString,
+                _registered_method=True)
+        self.RecordOrigin = channel.unary_unary(
+                '/readyplane.v1.Registry/RecordOrigin',
+                request_serializer=readyplane_dot_v1_dot_registry__pb2.RecordOriginRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_registry__pb2.RecordOriginResponse.FromString,
+                _registered_method=True)
+        self.GetTrail = channel.unary_unary(
+                '/readyplane.v1.Registry/GetTrail',
+                request_serializer=readyplane_dot_v1_dot_registry__pb2.GetTrailRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_registry__pb2.GetTrailResponse.FromString,
+                _registered_method=True)
+        self.HoldUpload = channel.unary_unary(
+                '/readyplane.v1.Registry/HoldUpload',
+                request_serializer=readyplane_dot_v1_dot_registry__pb2.HoldUploadRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_registry__pb2.HoldUploadResponse.FromString,
+                _registered_method=True)
         self.SetTag = channel.unary_unary(
                 '/readyplane.v1.Registry/SetTag',
                 request_serializer=readyplane_dot_v1_dot_registry__pb2.SetTagRequest.SerializeToString,
@@ -119,6 +139,39 @@ class RegistryServicer(object):
 
     def ListManifests(self, request, context):
         """Manifests, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SignManifest(self, request, context):
+        """Stores a signature of a manifest (DSSE, Ed25519, over its digest) beside it, for ever. Refused
+        unless it verifies with the key it comes with; whether that key is trusted is judged by whoever
+        reads it. Idempotent: one signature a key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecordOrigin(self, request, context):
+        """Notes where an artifact's bytes came from, beside it: never part of its identity. Appends, so
+        that every origin stays readable; the same as the last one is no new one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTrail(self, request, context):
+        """What was said of a manifest since it was published: signatures, origins, retirement. Append-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldUpload(self, request, context):
+        """Keeps bytes that are about to be published from being collected, whether they are there already
+        or still on their way. Expires after the returned ttl unless called again; `release` ends it.
+        Idempotent by upload_id and content.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -215,6 +268,26 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.ListManifests,
                     request_deserializer=readyplane_dot_v1_dot_registry__pb2.ListManifestsRequest.FromString,
                     response_serializer=readyplane_dot_v1_dot_registry__pb2.ListManifestsResponse.SerializeToString,
+            ),
+            'SignManifest': grpc.unary_unary_rpc_method_handler(
+                    servicer.SignManifest,
+                    request_deserializer=readyplane_dot_v1_dot_registry__pb2.SignManifestRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_registry__pb2.SignManifestResponse.SerializeToString,
+            ),
+            'RecordOrigin': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordOrigin,
+                    request_deserializer=readyplane_dot_v1_dot_registry__pb2.RecordOriginRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_registry__pb2.RecordOriginResponse.SerializeToString,
+            ),
+            'GetTrail': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrail,
+                    request_deserializer=readyplane_dot_v1_dot_registry__pb2.GetTrailRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_registry__pb2.GetTrailResponse.SerializeToString,
+            ),
+            'HoldUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldUpload,
+                    request_deserializer=readyplane_dot_v1_dot_registry__pb2.HoldUploadRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_registry__pb2.HoldUploadResponse.SerializeToString,
             ),
             'SetTag': grpc.unary_unary_rpc_method_handler(
                     servicer.SetTag,
@@ -344,6 +417,114 @@ class Registry(object):
             '/readyplane.v1.Registry/ListManifests',
             readyplane_dot_v1_dot_registry__pb2.ListManifestsRequest.SerializeToString,
             readyplane_dot_v1_dot_registry__pb2.ListManifestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SignManifest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Registry/SignManifest',
+            readyplane_dot_v1_dot_registry__pb2.SignManifestRequest.SerializeToString,
+            readyplane_dot_v1_dot_registry__pb2.SignManifestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordOrigin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Registry/RecordOrigin',
+            readyplane_dot_v1_dot_registry__pb2.RecordOriginRequest.SerializeToString,
+            readyplane_dot_v1_dot_registry__pb2.RecordOriginResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrail(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Registry/GetTrail',
+            readyplane_dot_v1_dot_registry__pb2.GetTrailRequest.SerializeToString,
+            readyplane_dot_v1_dot_registry__pb2.GetTrailResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Registry/HoldUpload',
+            readyplane_dot_v1_dot_registry__pb2.HoldUploadRequest.SerializeToString,
+            readyplane_dot_v1_dot_registry__pb2.HoldUploadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,70 @@ _RegistryListManifestsType = typing_extensions.TypeVar(
     ],
 )
 
+_RegistrySignManifestType = typing_extensions.TypeVar(
+    '_RegistrySignManifestType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.SignManifestRequest,
+        readyplane.v1.registry_pb2.SignManifestResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.SignManifestRequest,
+        readyplane.v1.registry_pb2.SignManifestResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.SignManifestRequest,
+        readyplane.v1.registry_pb2.SignManifestResponse,
+    ],
+)
+
+_RegistryRecordOriginType = typing_extensions.TypeVar(
+    '_RegistryRecordOriginType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.RecordOriginRequest,
+        readyplane.v1.registry_pb2.RecordOriginResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.RecordOriginRequest,
+        readyplane.v1.registry_pb2.RecordOriginResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.RecordOriginRequest,
+        readyplane.v1.registry_pb2.RecordOriginResponse,
+    ],
+)
+
+_RegistryGetTrailType = typing_extensions.TypeVar(
+    '_RegistryGetTrailType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.GetTrailRequest,
+        readyplane.v1.registry_pb2.GetTrailResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.GetTrailRequest,
+        readyplane.v1.registry_pb2.GetTrailResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.GetTrailRequest,
+        readyplane.v1.registry_pb2.GetTrailResponse,
+    ],
+)
+
+_RegistryHoldUploadType = typing_extensions.TypeVar(
+    '_RegistryHoldUploadType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.HoldUploadRequest,
+        readyplane.v1.registry_pb2.HoldUploadResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.HoldUploadRequest,
+        readyplane.v1.registry_pb2.HoldUploadResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.HoldUploadRequest,
+        readyplane.v1.registry_pb2.HoldUploadResponse,
+    ],
+)
+
 _RegistrySetTagType = typing_extensions.TypeVar(
     '_RegistrySetTagType',
     grpc.UnaryUnaryMultiCallable[
@@ -217,7 +281,7 @@ _RegistryReleaseTransferType = typing_extensions.TypeVar(
     ],
 )
 
-class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetManifestType, _RegistryListManifestsType, _RegistrySetTagType, _RegistryListTagsType, _RegistryResolveType, _RegistryAnnounceSourceType, _RegistryWithdrawSourceType, _RegistryPlanFetchType, _RegistryPlaceStartType, _RegistryAcquireTransferType, _RegistryReleaseTransferType]):
+class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetManifestType, _RegistryListManifestsType, _RegistrySignManifestType, _RegistryRecordOriginType, _RegistryGetTrailType, _RegistryHoldUploadType, _RegistrySetTagType, _RegistryListTagsType, _RegistryResolveType, _RegistryAnnounceSourceType, _RegistryWithdrawSourceType, _RegistryPlanFetchType, _RegistryPlaceStartType, _RegistryAcquireTransferType, _RegistryReleaseTransferType]):
     """Artifacts by digest, tags that point at digests, and live sources of bytes."""
 
     @typing.overload
@@ -233,6 +297,22 @@ class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetMani
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.registry_pb2.ListManifestsRequest,
             readyplane.v1.registry_pb2.ListManifestsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.SignManifestRequest,
+            readyplane.v1.registry_pb2.SignManifestResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.RecordOriginRequest,
+            readyplane.v1.registry_pb2.RecordOriginResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.GetTrailRequest,
+            readyplane.v1.registry_pb2.GetTrailResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.HoldUploadRequest,
+            readyplane.v1.registry_pb2.HoldUploadResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.registry_pb2.SetTagRequest,
@@ -287,6 +367,22 @@ class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetMani
             readyplane.v1.registry_pb2.ListManifestsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.SignManifestRequest,
+            readyplane.v1.registry_pb2.SignManifestResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.RecordOriginRequest,
+            readyplane.v1.registry_pb2.RecordOriginResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.GetTrailRequest,
+            readyplane.v1.registry_pb2.GetTrailResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.HoldUploadRequest,
+            readyplane.v1.registry_pb2.HoldUploadResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.registry_pb2.SetTagRequest,
             readyplane.v1.registry_pb2.SetTagResponse,
         ],
@@ -335,6 +431,26 @@ class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetMani
 
     ListManifests: _RegistryListManifestsType
     """Manifests, newest first."""
+
+    SignManifest: _RegistrySignManifestType
+    """Stores a signature of a manifest (DSSE, Ed25519, over its digest) beside it, for ever. Refused
+    unless it verifies with the key it comes with; whether that key is trusted is judged by whoever
+    reads it. Idempotent: one signature a key.
+    """
+
+    RecordOrigin: _RegistryRecordOriginType
+    """Notes where an artifact's bytes came from, beside it: never part of its identity. Appends, so
+    that every origin stays readable; the same as the last one is no new one.
+    """
+
+    GetTrail: _RegistryGetTrailType
+    """What was said of a manifest since it was published: signatures, origins, retirement. Append-only."""
+
+    HoldUpload: _RegistryHoldUploadType
+    """Keeps bytes that are about to be published from being collected, whether they are there already
+    or still on their way. Expires after the returned ttl unless called again; `release` ends it.
+    Idempotent by upload_id and content.
+    """
 
     SetTag: _RegistrySetTagType
     """Points a tag at a digest by compare-and-set: of two writers exactly one wins, the other gets
@@ -392,6 +508,22 @@ RegistryAsyncStub: typing_extensions.TypeAlias = RegistryStub[
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.registry_pb2.ListManifestsRequest,
         readyplane.v1.registry_pb2.ListManifestsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.SignManifestRequest,
+        readyplane.v1.registry_pb2.SignManifestResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.RecordOriginRequest,
+        readyplane.v1.registry_pb2.RecordOriginResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.GetTrailRequest,
+        readyplane.v1.registry_pb2.GetTrailResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.HoldUploadRequest,
+        readyplane.v1.registry_pb2.HoldUploadResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.registry_pb2.SetTagRequest,
@@ -460,6 +592,46 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[readyplane.v1.registry_pb2.ListManifestsResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.ListManifestsResponse]]:
         """Manifests, newest first."""
+
+    @abc.abstractmethod
+    def SignManifest(
+        self,
+        request: readyplane.v1.registry_pb2.SignManifestRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.registry_pb2.SignManifestResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.SignManifestResponse]]:
+        """Stores a signature of a manifest (DSSE, Ed25519, over its digest) beside it, for ever. Refused
+        unless it verifies with the key it comes with; whether that key is trusted is judged by whoever
+        reads it. Idempotent: one signature a key.
+        """
+
+    @abc.abstractmethod
+    def RecordOrigin(
+        self,
+        request: readyplane.v1.registry_pb2.RecordOriginRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.registry_pb2.RecordOriginResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.RecordOriginResponse]]:
+        """Notes where an artifact's bytes came from, beside it: never part of its identity. Appends, so
+        that every origin stays readable; the same as the last one is no new one.
+        """
+
+    @abc.abstractmethod
+    def GetTrail(
+        self,
+        request: readyplane.v1.registry_pb2.GetTrailRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.registry_pb2.GetTrailResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.GetTrailResponse]]:
+        """What was said of a manifest since it was published: signatures, origins, retirement. Append-only."""
+
+    @abc.abstractmethod
+    def HoldUpload(
+        self,
+        request: readyplane.v1.registry_pb2.HoldUploadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.registry_pb2.HoldUploadResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.HoldUploadResponse]]:
+        """Keeps bytes that are about to be published from being collected, whether they are there already
+        or still on their way. Expires after the returned ttl unless called again; `release` ends it.
+        Idempotent by upload_id and content.
+        """
 
     @abc.abstractmethod
     def SetTag(

@@ -38,6 +38,8 @@ from readyplane.wire.registry import (
     start_placement_to_proto,
     tag_from_proto,
     tag_to_proto,
+    trail_from_proto,
+    trail_to_proto,
     transfer_from_proto,
     transfer_to_proto,
 )
@@ -196,6 +198,8 @@ __all__ = [
     "tag_from_proto",
     "tag_to_proto",
     "timestamp",
+    "trail_from_proto",
+    "trail_to_proto",
     "transfer_from_proto",
     "transfer_to_proto",
     "worker_from_proto",

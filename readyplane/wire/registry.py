@@ -8,6 +8,7 @@ from readyplane.core.chunks import ChunkRanges, check_ranges
 from readyplane.core.identity import FieldDifference, Manifest, canonical, parse
 from readyplane.core.resolution import Candidate, Resolution
 from readyplane.core.startup import WeightTier
+from readyplane.core.trust import ManifestEvent, Signature, Trail
 from readyplane.ports import (
     FetchPlan,
     ManifestSummary,
@@ -87,6 +88,43 @@ def manifest_summary_from_proto(message: pb.ManifestSummary) -> ManifestSummary:
         tensor_count=message.tensor_count,
         created_s=seconds_of(message.create_time),
         tags=tuple(message.tags),
+    )
+
+
+def trail_to_proto(trail: Trail) -> pb.GetTrailResponse:
+    """Trail as response."""
+    return pb.GetTrailResponse(
+        signatures=[
+            pb.ManifestSignature(
+                key_id=signature.key_id,
+                public_key=signature.public_key,
+                envelope_json=signature.envelope,
+                create_time=timestamp(signature.created_s),
+            )
+            for signature in trail.signatures
+        ],
+        events=[
+            pb.ManifestEvent(
+                event=event.event,
+                detail=dict(event.detail),
+                create_time=timestamp(event.created_s),
+            )
+            for event in trail.events
+        ],
+    )
+
+
+def trail_from_proto(message: pb.GetTrailResponse) -> Trail:
+    """Response as trail; nothing of it is verified here."""
+    return Trail(
+        tuple(
+            Signature(s.key_id, s.public_key, s.envelope_json, seconds_of(s.create_time))
+            for s in message.signatures
+        ),
+        tuple(
+            ManifestEvent(e.event, dict(e.detail), seconds_of(e.create_time))
+            for e in message.events
+        ),
     )
 
 
