@@ -264,14 +264,22 @@ class TwinRegistry:
         raise NotFound("model", reference)
 
     async def plan_fetch(
-        self, digest: str, *, worker_id: str, incarnation: str, node: str
+        self, digest: str, *, worker_id: str, incarnation: str, node: str, **_more: Any
     ) -> FetchPlan:
         self.plans += 1
         ranked = [RankedSource(s, 1.0, f"place {i}") for i, s in enumerate(self.sources, 1)]
         return FetchPlan(tuple(ranked))
 
     async def acquire_transfer(
-        self, source_id: str, digest: str, *, worker_id: str, incarnation: str, request_id: str
+        self,
+        source_id: str,
+        digest: str,
+        *,
+        worker_id: str,
+        incarnation: str,
+        request_id: str,
+        source_incarnation: str = "",
+        layout_digest: str = "",
     ) -> Transfer:
         if source_id in self.full:
             raise Overloaded(f"{source_id} is full", 0.1)

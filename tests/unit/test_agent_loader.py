@@ -20,8 +20,9 @@ from readyplane_agent import loader as loader_module
 from readyplane_agent import ranges
 from readyplane_agent.arena import Arena, prefault
 from readyplane_agent.cache import WeightCache
-from readyplane_agent.loader import Loader, Reader, cache_source
+from readyplane_agent.loader import Loader, cache_source
 from readyplane_agent.pipeline import StagingBudget
+from readyplane_agent.reading import Reader
 from readyplane_agent.source_use import SourceUse
 from readyplane_agent.trace import StartTrace
 from tests.unit.agent_twins import (
@@ -67,6 +68,7 @@ def same(arena: Arena, art: Artifact) -> bool:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "ROUND_WAIT_S", 0.01)
     monkeypatch.setattr(loader_module, "ROUNDS_MAX", 3)
+    monkeypatch.setattr(loader_module, "PLACE_WAIT_S", 0.3)
 
 
 async def test_a_load_places_every_byte_and_counts_it() -> None:
@@ -369,8 +371,7 @@ async def test_a_damaged_cache_file_is_taken_out(tmp_path: Path, damage: str) ->
             assert cache.holds(art.manifest)
             sources = load._ordered(ranked(*plan))
             victim.write_bytes(data[:-1])
-            for each in sources:
-                await load._use(each)
+            await load._round(sources)
         else:
             if damage == "remove":
                 victim.unlink()

@@ -12,8 +12,9 @@ from readyplane.core.errors import InvalidField
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.arena import Arena
 from readyplane_agent.engines.exchange import exchange
-from readyplane_agent.loader import Loader, Reader
+from readyplane_agent.loader import Loader
 from readyplane_agent.ranges import HttpReader
+from readyplane_agent.reading import Reader
 from readyplane_agent.trace import StartTrace
 from readyplane_agent.transfer import REQUESTS_PER_READER, TransferServer
 from tests.unit.agent_twins import Artifact, TwinRegistry, artifact, source

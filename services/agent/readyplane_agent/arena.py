@@ -16,10 +16,10 @@ from pathlib import Path
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import FileEntry, Manifest
 from readyplane_agent.arena_memory import ArenaMemory
+from readyplane_agent.chunk_order import VERIFIED
 from readyplane_agent.engines.layout import ARENA_ALIGN_BYTES, arena_layout
 
 PREFAULT_BYTES = 32 * 2**20
-MISSING, COMING, VERIFIED = 0, 1, 2
 
 
 class Arena:

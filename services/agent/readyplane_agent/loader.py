@@ -1,8 +1,11 @@
 """Weights into the arena: streaming, verified chunk by chunk, within a byte budget (R10.3, R11).
 
-Owns the order of sources of one load, their leases and the rounds; `pipeline` brings the chunks of
-one source into the arena. A source that is dead, slow, busy or lying leads to the next one, which
-is asked for the missing chunks only. Hands the filled arena to the engine, `transfer` and `cache`.
+Owns the order of sources of one load and the rounds. Files of this machine come in the planned order;
+peers are read from several at once, those that still load among them, and storage only for what no
+peer can give (R8.4, R9.2, B125). A source that is dead, slow, busy, leaving or lying leads to
+others, which are asked for the missing chunks only. `reading` holds the leases, `fanout` says who
+gives what, `pipeline` brings and verifies it. Hands the filled arena to the engine, `transfer` and
+`cache`.
 """
 
 from __future__ import annotations
@@ -11,25 +14,20 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from dataclasses import dataclass, field
 
-from readyplane.core.errors import (
-    IdentityMismatch,
-    NoPair,
-    NotFound,
-    ReadyplaneError,
-    Unavailable,
-)
-from readyplane.core.startup import SegmentName, WeightTier
+from readyplane.core.chunks import ChunkRanges, ranges_of
+from readyplane.core.errors import IdentityMismatch, NoPair, ReadyplaneError, Unavailable
+from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import Clock
 from readyplane.ports import RankedSource, Registry, Source
 from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
-from readyplane_agent.files import FileReader
+from readyplane_agent.chunk_order import VERIFIED
+from readyplane_agent.engines.layout import layout_digest
+from readyplane_agent.fanout import Fanout
 from readyplane_agent.pipeline import Pipeline
-from readyplane_agent.ranges import Fault, HttpReader, RangeReader
+from readyplane_agent.reading import Reader, Reading
 from readyplane_agent.source_use import Fetched, SourceUse
 from readyplane_agent.trace import StartTrace
 
@@ -39,17 +37,17 @@ log = logging.getLogger("agent.loader")
 ROUNDS_MAX = 20
 ROUND_WAIT_S = 0.25
 ROUND_WAIT_MAX_S = 5.0
-LOCAL_TIERS = (WeightTier.L2_NVME, WeightTier.L3_RACK)
-GIVE_BACK_LIMIT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """Who reads: sent to the registry with each transfer."""
-
-    worker_id: str
-    incarnation: str
-    node: str
+# Sources that are read from at once, and connections to each of them then.
+SOURCES_MAX = 4
+CONNECTIONS_EACH = 2
+# While it reads, a load looks for further sources: so often at first, and ever less often.
+PLAN_EVERY_S = 0.5
+PLAN_EVERY_MAX_S = 5.0
+# A source that failed or had nothing is not asked again for so long, doubled each time.
+REST_S = 0.5
+REST_MAX_S = 8.0
+# So long a load waits for a place at peers that are full before it asks storage.
+PLACE_WAIT_S = 2.0
 
 
 class Loader:
@@ -80,16 +78,30 @@ class Loader:
         token: str = "",
     ) -> None:
         self._arena, self._registry, self._clock = arena, registry, clock
-        self._reader, self._trace, self._cache = reader, trace, cache
-        self._limit_s, self._token = limit_s, token
-        self._pipeline = Pipeline(
+        self._reader, self._cache, self._limit_s = reader, cache, limit_s
+        self._layout = layout_digest(arena.manifest)
+        pipeline = Pipeline(
             arena, clock=clock, staging_bytes=staging_bytes, connections=connections, cache=cache
         )
         self._stop = threading.Event()
         self._lying: set[str] = set()
-        self._giving_back: list[asyncio.Task[None]] = []
-        self.budget = self._pipeline.budget
+        self._busy_s: float | None = None
+        self.budget = pipeline.budget
         self.fetched = Fetched()
+        self._fanout = Fanout(arena, clock=clock, incarnation=reader.incarnation, stop=self._stop)
+        self._reading = Reading(
+            arena,
+            registry=registry,
+            clock=clock,
+            reader=reader,
+            trace=trace,
+            cache=cache,
+            token=token,
+            pipeline=pipeline,
+            fanout=self._fanout,
+            fetched=self.fetched,
+            stop=self._stop,
+        )
 
     def stop(self) -> None:
         """Let reading threads end after their chunk; the load then raises Unavailable."""
@@ -105,17 +117,13 @@ class Loader:
         try:
             return await self._run(plan)
         finally:
-            if self._giving_back:
-                await asyncio.wait(set(self._giving_back), timeout=GIVE_BACK_LIMIT_S)
+            await self._reading.settle()
 
     async def _run(self, plan: Sequence[RankedSource]) -> Fetched:
         start_s = self._clock.monotonic_s()
         sources = self._ordered(plan)
         for attempt in range(ROUNDS_MAX):
-            for source in sources:
-                if self._arena.complete or self._stop.is_set():
-                    break
-                await self._use(source)
+            await self._round(sources)
             if self._arena.complete:
                 self.fetched.elapsed_s = self._clock.monotonic_s() - start_s
                 self.fetched.staging_peak_bytes = self.budget.peak_bytes
@@ -153,11 +161,17 @@ class Loader:
                 worker_id=me.worker_id,
                 incarnation=me.incarnation,
                 node=me.node,
+                missing=self._missing(),
+                layout_digest=self._layout,
             )
         except (Unavailable, NoPair) as error:
             log.warning("planning again failed: %s", error)
             return ()
         return found.sources
+
+    def _missing(self) -> ChunkRanges:
+        progress = bytes(self._arena.progress)
+        return ranges_of(n for n, state in enumerate(progress) if state != VERIFIED)
 
     def _ordered(self, plan: Sequence[RankedSource]) -> list[Source]:
         """Planned order without ourselves and without liars; the node's own files join it."""
@@ -177,100 +191,130 @@ class Loader:
             sources.insert(0, own)
         return [s for s in sources if s.source_id not in self._lying]
 
-    async def _use(self, source: Source) -> None:
-        use = SourceUse(source.source_id, source.tier)
-        self.fetched.uses.append(use)
-        local = source.tier in LOCAL_TIERS
-        name = SegmentName.WEIGHT_READ if local else SegmentName.WEIGHT_TRANSFER
-        start_s = self._clock.monotonic_s()
-        with self._trace.span(name) as span:
-            span.detail = lambda: use.text(self._clock.monotonic_s(), start_s)
-            try:
-                await self._leased(source, use)
-            finally:
-                use.elapsed_s = self._clock.monotonic_s() - start_s
-                span.detail = use.text()
-        fault = use.fault
-        if fault is not None:
-            log.warning("source %s failed: %s", source.source_id, fault)
-            if fault.kind == "corrupt":
-                self._lying.add(source.source_id)
-
-    async def _leased(self, source: Source, use: SourceUse) -> None:
-        """Read under a reader's place; the node's own cache needs none."""
-        gone = threading.Event()
-        if source.tier is WeightTier.L2_NVME:
-            await self._read(source, use, gone)
-            return
-        try:
-            transfer_id, ttl_s = await self._acquire(source)
-        except NoPair as error:
-            use.fault = Fault("busy", str(error))
-            return
-        except (NotFound, Unavailable) as error:
-            use.fault = Fault("dead", str(error))
-            return
-        renewing = asyncio.create_task(self._keep(source, ttl_s, gone))
-        start_s = self._clock.monotonic_s()
-        try:
-            await self._read(source, use, gone)
-        finally:
-            renewing.cancel()
-        took_s = self._clock.monotonic_s() - start_s
-        self._giving_back.append(
-            asyncio.create_task(self._give_back(source, use, transfer_id, took_s))
-        )
-
-    async def _acquire(self, source: Source) -> tuple[str, float]:
-        me = self._reader
-        got = await self._registry.acquire_transfer(
-            source.source_id,
-            self._arena.manifest.digest,
-            worker_id=me.worker_id,
-            incarnation=me.incarnation,
-            request_id=f"{me.incarnation}:{source.source_id}:{len(self.fetched.uses)}",
-        )
-        return got.transfer_id, got.ttl_s
-
-    async def _keep(self, source: Source, ttl_s: float, gone: threading.Event) -> None:
-        """Renew the reader's place; a source that no longer grants it is left (B148)."""
-        while True:
-            await self._clock.sleep(ttl_s / 3)
-            try:
-                await self._acquire(source)
-            except NotFound:
-                gone.set()
+    async def _round(self, sources: Sequence[Source]) -> None:
+        """Every source once: files of this machine in their turn, all others together at theirs."""
+        gathered = False
+        for source in sources:
+            if self._over:
                 return
-            except ReadyplaneError as error:
-                log.warning("transfer from %s not renewed: %s", source.source_id, error)
+            if source.url.startswith("file:"):
+                await self._alone(source)
+            elif not gathered:
+                gathered = True
+                await self._gather([s for s in sources if not s.url.startswith("file:")])
 
-    async def _give_back(
-        self, source: Source, use: SourceUse, transfer_id: str, took_s: float
-    ) -> None:
+    @property
+    def _over(self) -> bool:
+        return self._arena.complete or self._stop.is_set()
+
+    async def _alone(self, source: Source) -> None:
+        use = await self._reading.use(source, threading.Event())
+        if use.fault is not None and use.fault.kind == "corrupt":
+            self._lying.add(source.source_id)
+
+    # ----------------------------------------------------------------- several sources at once
+
+    async def _gather(self, sources: Sequence[Source]) -> None:
+        """Read from several sources at once, until all is there or none of them is left.
+
+        While it goes on the registry is asked for others, so that one that starts later, or has
+        become free, is found; who has just failed rests for a while.
+        """
+        crowd = Crowd(list(sources))
+        every_s, planned_s = PLAN_EVERY_S, self._clock.monotonic_s()
         try:
-            await self._registry.release_transfer(
-                transfer_id,
-                transferred_bytes=use.bytes_read,
-                elapsed_s=took_s,
-                failure=_told(use.fault),
+            while not self._over:
+                self._join_more(crowd)
+                if not crowd.running:
+                    if not await self._place_may_come():
+                        return
+                else:
+                    await asyncio.wait(
+                        crowd.running, timeout=every_s, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    self._take_in(crowd)
+                now_s = self._clock.monotonic_s()
+                if now_s - planned_s < every_s:
+                    continue
+                planned_s, every_s = now_s, min(PLAN_EVERY_MAX_S, every_s * 1.5)
+                found = await self._plan()
+                if found:
+                    crowd.known = [s for s in self._ordered(found) if not s.url.startswith("file:")]
+        finally:
+            if not self._arena.complete:
+                for _, gone in crowd.running.values():
+                    gone.set()
+            if crowd.running:
+                await asyncio.wait(crowd.running)
+                self._take_in(crowd)
+
+    def _join_more(self, crowd: Crowd) -> None:
+        """Begin to read from further sources, as many as there may be, in the planned order."""
+        now_s = self._clock.monotonic_s()
+        reading = {source.source_id for source, _ in crowd.running.values()}
+        for source in crowd.known:
+            if len(crowd.running) >= SOURCES_MAX:
+                return
+            rests = crowd.rests.get(source.source_id, (0.0, 0.0))[0] > now_s
+            lies = source.source_id in self._lying
+            if source.source_id in reading or rests or lies or self._spared(source, crowd):
+                continue
+            gone = threading.Event()
+            alone = len(crowd.known) == 1
+            task = asyncio.ensure_future(
+                self._reading.use(source, gone, connections=0 if alone else CONNECTIONS_EACH)
             )
-        except ReadyplaneError as error:
-            log.warning("transfer from %s not given back: %s", source.source_id, error)
+            crowd.running[task] = source, gone
 
-    async def _read(self, source: Source, use: SourceUse, gone: threading.Event) -> None:
-        """All missing chunks from one source, until the first fault."""
-        await self._pipeline.fill(lambda: self._open(source), use, gone=gone, stop=self._stop)
-
-    def _open(self, source: Source) -> RangeReader:
-        if source.tier is WeightTier.L2_NVME and self._cache is not None:
-            return FileReader(self._cache.locate)
-        parts = urlsplit(source.url)
-        if parts.scheme == "file":
-            folder = Path(unquote(parts.path))
-            return FileReader(lambda entry: folder / entry.path)
-        return HttpReader(
-            source.url, clock=self._clock, incarnation=source.incarnation, token=self._token
+    def _spared(self, source: Source, crowd: Crowd) -> bool:
+        """Whether storage is not to be asked: a peer that holds everything gives, or soon may."""
+        if source.worker_id:
+            return False
+        whole = any(s.worker_id and not s.partial for s, _ in crowd.running.values())
+        waits = self._busy_s is not None and (
+            self._clock.monotonic_s() - self._busy_s < PLACE_WAIT_S
         )
+        return whole or self._fanout.whole_peer or waits
+
+    async def _place_may_come(self) -> bool:
+        """Nobody gives now; True after a moment if a peer that is full may soon have a place."""
+        if self._busy_s is None or self._clock.monotonic_s() - self._busy_s >= PLACE_WAIT_S:
+            return False
+        await self._clock.sleep(ROUND_WAIT_S)
+        return True
+
+    def _take_in(self, crowd: Crowd) -> None:
+        """What the sources that have ended did, and whether they may be asked again."""
+        now_s = self._clock.monotonic_s()
+        for task in [task for task in crowd.running if task.done()]:
+            source, _ = crowd.running.pop(task)
+            use = task.result()
+            kind = "" if use.fault is None else use.fault.kind
+            if kind in {"corrupt", "unfit"}:
+                self._lying.add(source.source_id)
+            if kind == "busy" and source.worker_id and not source.partial:
+                self._busy_s = now_s if self._busy_s is None else self._busy_s
+            elif use.bytes_read:
+                self._busy_s = None
+            rest_s = crowd.rests.get(source.source_id, (0.0, 0.0))[1]
+            rest_s = REST_S if use.bytes_read else min(REST_MAX_S, max(REST_S, rest_s * 2))
+            crowd.rests[source.source_id] = now_s + rest_s, rest_s
+
+
+@dataclass(slots=True)
+class Crowd:
+    """The sources of one gathering.
+
+    Attributes:
+        known: as planned last. running: each that is read from, with what ends it.
+        rests: source -> until when it is left alone, and for how long that was.
+    """
+
+    known: list[Source]
+    running: dict[asyncio.Task[SourceUse], tuple[Source, threading.Event]] = field(
+        default_factory=dict
+    )
+    rests: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def cache_source(cache: WeightCache, digest: str, node: str) -> Source:
@@ -283,10 +327,3 @@ def cache_source(cache: WeightCache, digest: str, node: str) -> Source:
         node=node,
         readers_max=64,
     )
-
-
-def _told(fault: Fault | None) -> str:
-    """The registry knows dead, slow and corrupt."""
-    if fault is None:
-        return ""
-    return str(Fault("slow" if fault.kind == "busy" else fault.kind, fault.detail))

@@ -38,7 +38,8 @@ from readyplane_agent.engines.layout import arena_layout, tensor_table_document
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort, EngineSpec
 from readyplane_agent.lifecycle import Event
-from readyplane_agent.loader import Loader, Reader
+from readyplane_agent.loader import Loader
+from readyplane_agent.reading import Reader
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.source_use import Fetched
 from readyplane_agent.trace import StartTrace

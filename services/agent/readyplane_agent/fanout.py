@@ -1,0 +1,194 @@
+"""One load from several sources at once: who gives which chunk, while starters help each other.
+
+Owns the account of one load (what is missing, what is on its way, what each source was last known
+to hold) and tells the threads of `pipeline` their next chunk; the choice itself is `chunk_order`'s.
+A chunk is asked of one source at a time, so that no two threads ever write the same memory. A source
+that drains is left as soon as somebody else has what it was to give (R22.3).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from readyplane.kit.clock import Clock
+from readyplane_agent.arena import Arena
+from readyplane_agent.chunk_order import (
+    COMING,
+    MISSING,
+    VERIFIED,
+    Held,
+    begin_at,
+    next_chunk,
+    own_order,
+)
+from readyplane_agent.ranges import Fault, HttpReader, RangeReader
+
+HOLDINGS_EVERY_S = 0.25
+HOLDINGS_IDLE_S = 0.05
+WAIT_S = 0.05
+# A peer that still loads and has had nothing for us for so long is left for another.
+STALL_S = 2.0
+COMPACT_EVERY = 64
+
+
+class Fanout:
+    """The account of one load.
+
+    Args:
+        arena: filled. clock: time. incarnation: ours; it says where we begin.
+        stop: set when the load is to end.
+    """
+
+    def __init__(
+        self, arena: Arena, *, clock: Clock, incarnation: str, stop: threading.Event
+    ) -> None:
+        self._arena, self._clock, self._stop = arena, clock, stop
+        number = {chunk: n for n, chunk in enumerate(arena.chunks)}
+        missing = arena.missing()
+        small = [number[c] for c in missing if arena.purpose(c[0]) != "weights"]
+        total = len(arena.chunks)
+        self._order = own_order(
+            sorted(number[c] for c in missing), small, begin_at(incarnation, total)
+        )
+        self._number = number
+        self._changed = threading.Condition()
+        self._sides: dict[str, Side] = {}
+        self._taken = 0
+
+    def join(
+        self, source_id: str, *, gone: threading.Event, whole: bool, storage: bool = False
+    ) -> Side:
+        """Read from one more source.
+
+        Args:
+            gone: set when it is to be left. whole: it holds everything. storage: a byte store.
+        """
+        progress = None if whole else bytes(len(self._arena.chunks))
+        side = Side(self, source_id, gone, Held(progress, storage), self.now_s())
+        with self._changed:
+            self._sides[source_id] = side
+        return side
+
+    def leave(self, source_id: str) -> None:
+        """No more is read from this source."""
+        with self._changed:
+            self._sides.pop(source_id, None)
+            self._changed.notify_all()
+
+    @property
+    def whole_peer(self) -> bool:
+        """Whether a peer that holds everything, and stays, is being read from."""
+        return any(
+            s.held.progress is None and not s.held.storage and not s.draining
+            for s in list(self._sides.values())
+        )
+
+    @property
+    def draining(self) -> bool:
+        """Whether somebody who is read from has said that he leaves."""
+        return any(side.draining for side in list(self._sides.values()))
+
+    def take(self, side: Side) -> tuple[str, int] | None:
+        """The next chunk for a source; waits at most `WAIT_S`. `Side` knows how to ask again."""
+        arena = self._arena
+        with self._changed:
+            others = [s.held for s in self._sides.values() if s is not side and not s.draining]
+            found = next_chunk(self._order, arena.progress, side.held, others)
+            if found is None:
+                self._changed.wait(WAIT_S)
+                return None
+            arena.progress[found] = COMING
+            self._taken += 1
+            if self._taken % COMPACT_EVERY == 0:
+                self._order = [n for n in self._order if arena.progress[n] != VERIFIED]
+            return arena.chunks[found]
+
+    def done(self, side: Side, chunk: tuple[str, int], fault: Fault | None) -> None:
+        """What became of a chunk that was taken."""
+        number = self._number[chunk]
+        with self._changed:
+            if fault is None:
+                side.useful_s = self.now_s()
+            elif self._arena.progress[number] != VERIFIED:
+                self._arena.progress[number] = MISSING
+                if side.held.progress is not None:
+                    known = bytearray(side.held.progress)
+                    known[number] = MISSING
+                    side.held = Held(bytes(known), side.held.storage)
+            self._changed.notify_all()
+
+    def others_hold(self, side: Side) -> bool:
+        """Whether everything that is missing can be had from somebody else who stays."""
+        with self._changed:
+            others = [s.held for s in self._sides.values() if s is not side and not s.draining]
+            if any(held.progress is None for held in others):
+                return True
+            return all(
+                any(held.has(n) for held in others)
+                for n in self._order
+                if self._arena.progress[n] == MISSING
+            )
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is missing any more, or the load is to end."""
+        return self._arena.complete or self._stop.is_set()
+
+    def now_s(self) -> float:
+        """The load's clock."""
+        return self._clock.monotonic_s()
+
+
+@dataclass(slots=True, eq=False)
+class Side:
+    """`Todo` of one of several sources."""
+
+    fanout: Fanout
+    source_id: str
+    gone: threading.Event
+    held: Held
+    useful_s: float
+    draining: bool = False
+    asked_s: float = -1e9
+    asking: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, reader: RangeReader) -> tuple[str, int] | None:
+        """The next chunk; None when it has nothing more to give, stalls, or hands over."""
+        while not (self.gone.is_set() or self.fanout.over):
+            if isinstance(reader, HttpReader) and reader.draining:
+                self.draining = True
+            if self.draining and self.fanout.others_hold(self):
+                return None
+            idle = self.now_s() - self.useful_s
+            self._refresh(reader, HOLDINGS_IDLE_S if idle > HOLDINGS_IDLE_S else HOLDINGS_EVERY_S)
+            chunk = self.fanout.take(self)
+            if chunk is not None:
+                return chunk
+            if self.held.progress is not None and idle > STALL_S:
+                return None
+        return None
+
+    def done(self, chunk: tuple[str, int], fault: Fault | None) -> bool:
+        """See `Todo`. A chunk that came too early is asked of somebody else, or later."""
+        self.fanout.done(self, chunk, fault)
+        return fault is None or fault.kind == "early"
+
+    def now_s(self) -> float:
+        """The load's clock."""
+        return self.fanout.now_s()
+
+    def _refresh(self, reader: RangeReader, every_s: float) -> None:
+        """Ask a peer that still loads what it holds by now; one thread at a time."""
+        if self.held.progress is None or not isinstance(reader, HttpReader):
+            return
+        if self.now_s() - self.asked_s < every_s or not self.asking.acquire(blocking=False):
+            return
+        try:
+            into = bytearray(len(self.held.progress))
+            if reader.holdings(memoryview(into)) is None:
+                whole = into.count(VERIFIED) == len(into)
+                self.held = Held(None if whole else bytes(into), self.held.storage)
+            self.asked_s = self.now_s()
+        finally:
+            self.asking.release()
