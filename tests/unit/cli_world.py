@@ -160,6 +160,9 @@ class FakeRouter:
         if self.calls and self.calls[-1][0] == "drain" and self.after_drain:
             self.now, *rest = self.after_drain
             self.after_drain = rest
+        if model:
+            kept = {n: w for n, w in self.now.workers.items() if w.offer.model == model}
+            return replace(self.now, workers=kept)
         return self.now
 
     async def drain(self, worker_id: str, **given: Any) -> Worker:

@@ -101,7 +101,7 @@ def test_publish_list_show_and_again(cli: Terminal, world: World, folder: Path) 
     assert again["digest"] == first["digest"] and again["tag"]["version"] == 1
     (row,) = cli("artifact", "list", "--json", *ONLY).document["artifacts"]
     assert row["digest"] == first["digest"] and row["tags"] == ["m:1"] and row["file_count"] == 5
-    assert cli("artifact", "list", "--model", "other", "--json", *ONLY).document["artifacts"] == []
+    assert cli("artifact", "list", "--model", "other", "--json", *ONLY).code == 1
     table = cli("artifact", "list", *ONLY).out
     assert first["digest"][:19] in table and max(map(len, table.splitlines())) <= 100
     for reference in (first["digest"], first["digest"][:15], "m:1", "m"):
@@ -178,3 +178,17 @@ def test_verify_reads_every_byte(cli: Terminal, world: World, folder: Path) -> N
     bad = cli("artifact", "verify", digest, *GIVEN)
     assert bad.code == 1 and ".safetensors" in bad.err and "publish it again" in bad.err
     assert len(re.findall(r" ok\s*$", bad.out, re.MULTILINE)) == 4
+
+
+def test_artifacts_of_an_unknown_model_are_no_empty_list(
+    cli: Terminal, world: World, tmp_path: Path
+) -> None:
+    none = cli("artifact", "list", "--model", "nosuch", *ONLY)
+    assert (none.code, none.out) == (1, "") and "none is" in none.err
+    folder = model_folder(tmp_path / "m")
+    assert cli("artifact", "publish", str(folder), "--model", "demo", *GIVEN).code == 0
+    said = cli("artifact", "list", "--model", "nosuch", "--json", *ONLY)
+    assert (said.code, said.out) == (1, "")
+    assert "model 'nosuch' is not known; published are demo" in said.err
+    other = cli("artifact", "list", "--model", "demo", "--kind", "engine", "--json", *ONLY)
+    assert (other.code, other.document) == (0, {"artifacts": []}), "known, and none of that kind"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from readyplane.core.errors import NoPair, Unavailable
+from readyplane.core.errors import NoPair, NotFound, Unavailable
+from readyplane.core.work import RequestShape
 from readyplane.core.worker import CheckResult, Role, WorkerState
 from tests.unit.cli_world import (
     CLUSTER,
@@ -319,6 +320,38 @@ def test_route_needs_to_know_the_model(cli: Terminal, router: FakeRouter) -> Non
     assert (
         cli("route", "--tokens", "10", "--model", "m", "--json", *CLUSTER).document["model"] == "m"
     )
+
+
+async def _nobody_knows(shape: RequestShape, **_: Any) -> Any:
+    raise NotFound("model", shape.model, "list the models, or start a worker for it")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("workers", "--model", "nosuch"),
+        ("workers", "--model", "nosuch", "--json"),
+        ("workers", "--model", "nosuch", "--watch"),
+        ("route", "--model", "nosuch", "--prompt", "hello"),
+        ("route", "--model", "nosuch", "--tokens", "10"),
+    ],
+)
+def test_an_unknown_model_is_no_empty_answer(
+    cli: Terminal, router: FakeRouter, command: tuple[str, ...]
+) -> None:
+    router.route = _nobody_knows  # type: ignore[method-assign]
+    said = cli(*command, *CLUSTER)
+    assert (said.code, said.out) == (1, "")
+    assert "model 'nosuch' is not known" in said.err
+
+
+def test_a_model_that_is_known_may_have_no_workers(cli: Terminal, router: FakeRouter) -> None:
+    async def route(*_: Any, **__: Any) -> Any:
+        raise NoPair("no ready prefill worker", 5.0)
+
+    router.route = route  # type: ignore[method-assign]
+    said = cli("workers", "--model", "published", "--json", *CLUSTER)
+    assert (said.code, said.document["workers"]) == (0, [])
 
 
 # --------------------------------------------------------------------------- policy

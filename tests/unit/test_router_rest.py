@@ -29,10 +29,13 @@ class Caller:
         self._body: bytes | None = None
 
     async def post(self, path: str, body: bytes) -> Any:
-        self._body = body
+        return await self.ask("POST", path, body)
+
+    async def ask(self, method: str, path: str, body: bytes = b"", query: bytes = b"") -> Any:
+        self._body, self.answer = body, b""
         scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
-            "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
+            "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": query,
             "root_path": "", "headers": [(b"content-type", b"application/json")],
             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
         }  # fmt: skip
@@ -121,5 +124,20 @@ def test_half_a_character_is_a_wrong_field(path: str, body: dict[str, Any]) -> N
         caller = Caller(await world.router(), world)
         answer = await caller.post(path, json.dumps(body).encode())
         assert (caller.status, answer["error"]["reason"]) == (422, "InvalidField")
+
+    on_virtual_time(main)
+
+
+def test_workers_of_an_unknown_model_are_no_empty_list() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        caller = Caller(router, world)
+        answer = await caller.ask("GET", "/v1/workers", query=b"model=nosuch")
+        assert (caller.status, answer["error"]["reason"]) == (404, "NotFound")
+        assert (await caller.ask("GET", "/v1/workers"))["workers"] == []
+        await world.worker(router, "p0", P)
+        answer = await caller.ask("GET", "/v1/workers", query=f"model={MODEL}".encode())
+        assert len(answer["workers"]) == 1
+        assert router.other_refused == 0, "nobody was refused a request"
 
     on_virtual_time(main)

@@ -242,13 +242,20 @@ def list_(
             output.moment(summary.created_s),
             ", ".join(summary.tags) or output.NOT_KNOWN,
         )
-    made.caption = None if found else "none yet; `readyplane artifact publish DIR --model M`"
+    none = f"none of kind {kind!r}" if kind else "none yet"
+    made.caption = None if found else f"{none}; `readyplane artifact publish DIR --model M`"
     output.console().print(made)
 
 
 async def _list(where: Where, model: str, kind: str) -> list[ManifestSummary]:
     async with registry_of(where) as registry:
-        return await registry.list_manifests(model=model, kind=kind)
+        found = await registry.list_manifests(model=model, kind=kind)
+        if model and not found:  # unknown is not empty
+            published = {summary.model for summary in await registry.list_manifests()}
+            if model not in published:
+                told = f"published are {', '.join(sorted(published))}" if published else "none is"
+                raise NotFound("model", model, told)
+        return found
 
 
 @app.command("show", epilog=SHOW_EXAMPLES)

@@ -14,6 +14,7 @@ from readyplane.core.errors import InvalidField, NotFound, Unavailable
 from readyplane_lab.cli import output
 from readyplane_lab.cli.faults import note
 from readyplane_lab.cli.flags import Json, examples
+from readyplane_lab.cli.models import check_known
 from readyplane_lab.cli.where import RouterAddress, Where, find, router_of, run
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ async def _ask(
     async with router_of(where) as router:
         fleet = await router.list_workers()
         name = model or only_model(fleet, where.model)
+        if text is not None and all(w.offer.model != name for w in fleet.workers.values()):
+            await check_known(router, name)
         ids = () if text is None else await tokenise(fleet, name, text)
         shape = RequestShape(
             request_id=f"cli-{secrets.token_hex(6)}",

@@ -16,6 +16,7 @@ from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError, Refu
 from readyplane_lab.cli import output
 from readyplane_lab.cli.faults import note
 from readyplane_lab.cli.flags import Json, examples, switch
+from readyplane_lab.cli.models import check_known
 from readyplane_lab.cli.where import (
     PlannerAddress,
     RouterAddress,
@@ -89,7 +90,10 @@ def workers(
 async def _once(where: Where, model: str, *, as_json: bool) -> None:
     async with router_of(where) as router:
         fleet = await router.list_workers(model)
-    document = fleet_document(fleet, await _ordered(where, model, fleet))
+        ordered = await _ordered(where, model, fleet)
+        if model and not (fleet.workers or ordered):
+            await check_known(router, model)
+    document = fleet_document(fleet, ordered)
     if as_json:
         output.emit(document)
         return
@@ -107,6 +111,8 @@ async def _watch(where: Where, model: str, *, as_json: bool) -> None:
     clock = SystemClock()
     last: dict[str, Any] = fleet_document(Fleet(), [])
     async with router_of(where) as router:
+        if model and not (await router.list_workers(model)).workers:
+            await check_known(router, model)
         live = None if as_json else Live(console=output.console(), auto_refresh=False)
         if live is not None:
             live.start()

@@ -165,7 +165,10 @@ def routes(service: RouterService, clock: Clock) -> APIRouter:
 
     @router.get("/workers", summary="The workers now")
     async def workers(model: Model = "") -> dict[str, Any]:
-        return _fleet(await service.list_workers(model), clock.monotonic_s())
+        fleet = await service.list_workers(model)
+        if model and not fleet.workers:  # unknown is not empty
+            await service.check_model(model)
+        return _fleet(fleet, clock.monotonic_s())
 
     @router.post("/workers/{worker_id}/drain", summary="No new work for a worker")
     async def drain(worker_id: str, body: DrainBody | None = None) -> dict[str, Any]:

@@ -522,19 +522,27 @@ class RouterService:
         found = self.desks.get(model)
         if found is not None:
             return found
-        now_s = self._clock.monotonic_s()
-        if not self.roster.serves(model):
-            if self._unknown_models.get(model, 0.0) > now_s or not await self.members.is_published(
-                model
-            ):
-                self._other_refused += 1
-                if len(self._unknown_models) >= self.policy.models_max:
-                    self._unknown_models.clear()
-                self._unknown_models[model] = now_s + 5.0
-                raise NotFound("model", model, "list the models, or start a worker for it")
-            if len(self.desks) >= self.policy.models_max:
-                raise Overloaded(f"{len(self.desks)} models are served already", 30.0)
+        try:
+            await self.check_model(model)
+        except NotFound:
+            self._other_refused += 1
+            raise
+        if not self.roster.serves(model) and len(self.desks) >= self.policy.models_max:
+            raise Overloaded(f"{len(self.desks)} models are served already", 30.0)
         return self.desk(model)
+
+    async def check_model(self, model: str) -> None:
+        """Raises NotFound where no living worker has the model, nor the registry knows it."""
+        if model in self.desks or self.roster.serves(model):
+            return
+        now_s = self._clock.monotonic_s()
+        if self._unknown_models.get(model, 0.0) > now_s or not await self.members.is_published(
+            model
+        ):
+            if len(self._unknown_models) >= self.policy.models_max:
+                self._unknown_models.clear()
+            self._unknown_models[model] = now_s + 5.0
+            raise NotFound("model", model, "list the models, or start a worker for it")
 
     def now_s(self) -> float:
         """This router's clock."""
