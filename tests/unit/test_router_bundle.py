@@ -95,6 +95,30 @@ async def test_a_bundle_is_bounded() -> None:
     assert [len(call) // TAKE_WORDS for call in sender.calls] == [BUNDLE_OPERATIONS_MAX, 1]
 
 
+async def test_who_is_in_no_hurry_waits_for_company_and_goes_with_who_is() -> None:
+    sender = Sender()
+    bundles = Bundles(sender)
+    patient = [bundles.add("m", ("op", name), within_s=0.02) for name in "ab"]
+    await asyncio.sleep(0)
+    assert not sender.calls
+    assert await asyncio.gather(*patient) == ["m:a", "m:b"]
+    patient = [bundles.add("m", ("op", "c"), within_s=60.0)]
+    assert await bundles.add("m", ("op", "d")) == "m:d"
+    assert await patient[0] == "m:c"
+    assert sender.calls == [["op", "a", "op", "b"], ["op", "c", "op", "d"]]
+
+
+async def test_closing_tells_who_waits_for_company() -> None:
+    sender = Sender()
+    bundles = Bundles(sender)
+    answer = bundles.add("m", ("op", "a"), within_s=0.01)
+    await bundles.aclose()
+    with pytest.raises(Unavailable, match="closed"):
+        await answer
+    await asyncio.sleep(0.02)
+    assert not sender.calls
+
+
 async def test_closing_tells_who_waits() -> None:
     sender = Sender()
     bundles = Bundles(sender)

@@ -2,7 +2,8 @@
 
 Owns who waits for which answer. One call of a model is under way at a time; what comes meanwhile goes
 with the next, so that an idle router waits for nobody and a busy one pays for a round trip once in
-many picks. Each operation is compared and taken for itself, in the order in which it came.
+many picks. An operation for which nobody waits may be kept for a moment, so that it finds company.
+Each one is compared and taken for itself, in the order in which it came.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ Send = Callable[[str, Sequence[Any]], Awaitable[Sequence[Any]]]
 class _Line:
     waiting: deque[tuple[Operation, asyncio.Future[Any]]] = field(default_factory=deque)
     sending: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
 
 
 class Bundles:
@@ -35,20 +37,38 @@ class Bundles:
         self._send = send
         self._lines: dict[str, _Line] = {}
 
-    def add(self, model: str, operation: Operation) -> asyncio.Future[Any]:
-        """Its answer to come, or what the call that carried it raised."""
+    def add(
+        self, model: str, operation: Operation, *, within_s: float = 0.0
+    ) -> asyncio.Future[Any]:
+        """Its answer to come, or what the call that carried it raised. It is sent `within_s`, with
+        the next one that is in more of a hurry.
+        """
         line = self._lines.get(model)
         if line is None:
             line = self._lines[model] = _Line()
         answer = asyncio.get_running_loop().create_future()
         line.waiting.append((operation, answer))
         if line.sending is None:
-            line.sending = asyncio.ensure_future(self._send_all(model, line))
+            if within_s > 0.0 and len(line.waiting) < BUNDLE_OPERATIONS_MAX:
+                if line.timer is None:
+                    later = asyncio.get_running_loop().call_later
+                    line.timer = later(within_s, self._start, model, line)
+            else:
+                self._start(model, line)
         return answer
+
+    def _start(self, model: str, line: _Line) -> None:
+        timer, line.timer = line.timer, None
+        if timer is not None:
+            timer.cancel()
+        if line.sending is None:
+            line.sending = asyncio.ensure_future(self._send_all(model, line))
 
     async def aclose(self) -> None:
         """Give up what waits; its callers are told."""
         for line in self._lines.values():
+            if line.timer is not None:
+                line.timer.cancel()
             if line.sending is not None:
                 line.sending.cancel()
                 await asyncio.wait([line.sending])

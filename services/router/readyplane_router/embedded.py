@@ -20,6 +20,9 @@ from readyplane_router.metrics import RouterCollector
 from readyplane_router.redis import RedisStore
 from readyplane_router.service import RouterService
 
+TAKES_WITHIN_S = 0.001
+"""Who embeds a router hears of a pair before it is reserved and begins: nothing waits for this."""
+
 
 class NoLeases:
     """Epochs of a replica with which nobody registers: the first one starts its view's versions."""
@@ -59,7 +62,7 @@ class EmbeddedRouter:
             InvalidField: an address, the policy or a profile.
         """
         self._client = connect(redis_url)
-        self._store = RedisStore(self._client)
+        self._store = RedisStore(self._client, takes_within_s=TAKES_WITHIN_S)
         self._metrics = metrics
         self.service = RouterService(
             store=self._store,

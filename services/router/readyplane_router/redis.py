@@ -63,9 +63,18 @@ class RedisStore:
 
     shared = True
 
-    def __init__(self, client: redis.asyncio.Redis, *, call_timeout_s: float = 1.0) -> None:
-        """Use a client that returns bytes; `aclose` closes it."""
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        *,
+        call_timeout_s: float = 1.0,
+        takes_within_s: float = 0.0,
+    ) -> None:
+        """Use a client that returns bytes; `aclose` closes it. `takes_within_s`: how long a take
+        may wait for others to share its call.
+        """
         self._redis = client
+        self._takes_within_s = takes_within_s
         self._timeout_s = call_timeout_s
         self._channel = Channel(client, silent_s=call_timeout_s)
         self._bundles = Bundles(self._send_bundle)
@@ -259,7 +268,9 @@ class RedisStore:
     async def take(self, model: str, take: Take) -> Taken:
         sides = _encode([_plain(side) for side in take.sides])
         answer = await self._bundles.add(
-            model, ("take", take.reservation_id, _ms(take.ttl_s), sides, take.payload)
+            model,
+            ("take", take.reservation_id, _ms(take.ttl_s), sides, take.payload),
+            within_s=self._takes_within_s,
         )
         if answer[0] == b"held":
             return Taken(answer[1].decode(), repeated=True)
