@@ -1,8 +1,9 @@
 """The start of a modelled engine: what is real, what is only slept, and the file that tells both.
 
-Owns the segments of one start, the mapping of the arena, and the compile cache. Real: import, the
-mapping and the reading of every tensor (`host_to_device`). Slept, and marked `modelled`: the
-set-up of parallel groups, compilation, graph capture, KV profiling and warm-up.
+Owns the segments of one start and the mapping of the arena. Real: import, the mapping and the
+reading of every tensor (`host_to_device`), and the files of the compile cache (`compiled`). Slept,
+and marked `modelled`: the set-up of parallel groups, compilation, graph capture, KV profiling and
+warm-up.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from readyplane.core.errors import InvalidField, NotFound, Unavailable
-from readyplane.core.identity import digest_of, parse
+from readyplane.core.identity import parse
 from readyplane.core.startup import Segment, SegmentName, StartMode
 from readyplane.kit.clock import Clock
 from readyplane_agent.engines.layout import read_tensor_table
 from readyplane_agent.engines.modelled.answer import fingerprint, tensor_digest
+from readyplane_agent.engines.modelled.compiled import (
+    captured_shapes,
+    compile_key,
+    compile_miss,
+    keep_compiled,
+)
 from readyplane_agent.engines.modelled.settings import ModelledSettings
 
 LOG = logging.getLogger("engine")
@@ -172,9 +179,10 @@ async def modelled(log: StartupLog, clock: Clock, s: ModelledSettings, name: Seg
         return
     detail = ""
     key: dict[str, str] = {}
+    shapes: tuple[int, ...] = ()
     if name is SegmentName.COMPILE:
-        key = compile_key(s)
-        missing = compile_miss(s.compile_cache, key)
+        key, shapes = compile_key(s, read_config(s.config)), captured_shapes(s)
+        missing = compile_miss(s.compile_cache, key, shapes)
         detail = f"cache=miss:{missing}" if missing else "cache=hit"
         if not missing:
             seconds = _of_a_hit(s, seconds)
@@ -184,56 +192,10 @@ async def modelled(log: StartupLog, clock: Clock, s: ModelledSettings, name: Seg
             await asyncio.Event().wait()
         await clock.sleep(seconds)
     if key and s.compile_cache is not None and "miss" in detail:
-        keep_compiled(s.compile_cache, key)
+        keep_compiled(s.compile_cache, key, shapes)
 
 
 def _of_a_hit(s: ModelledSettings, compile_s: float) -> float:
     if s.mode is StartMode.AOT:
         return compile_s * AOT_HIT_FACTOR
     return compile_s * CACHE_HIT_FACTOR if s.compile_hit_s is None else s.compile_hit_s
-
-
-def compile_key(s: ModelledSettings) -> dict[str, str]:
-    """What a compile artifact depends on, field by field (R12.1)."""
-    config = read_config(s.config)
-    shape = {k: v for k, v in config.items() if k not in {"name", "comment"}}
-    return {
-        "model_structure": digest_of(shape),
-        "engine": "modelled/1",
-        "mode": str(s.mode),
-        "profile": s.profile,
-        "max_num_seqs": str(s.max_num_seqs),
-        "block_size": str(s.block_size or config["block_size"]),
-    }
-
-
-def compile_miss(folder: Path | None, key: Mapping[str, str]) -> str:
-    """Why the cache cannot serve this key: differing fields, `absent`; empty on a hit."""
-    if folder is None:
-        return "no_cache"
-    nearest: list[str] | None = None
-    for file in sorted(folder.glob("compile-*.json")) if folder.is_dir() else ():
-        try:
-            found = json.loads(file.read_text())
-        except (OSError, ValueError):
-            continue
-        if not isinstance(found, dict):
-            continue
-        differing = [name for name in key if found.get(name) != key[name]]
-        if not differing and set(found) == set(key):
-            return ""
-        if nearest is None or len(differing) < len(nearest):
-            nearest = differing
-    return "absent" if nearest is None else "+".join(nearest)
-
-
-def keep_compiled(folder: Path, key: Mapping[str, str]) -> None:
-    """Remember a compilation; a folder that cannot be written is said and otherwise ignored."""
-    name = digest_of(dict(key)).removeprefix("sha256:")[:32]
-    part = folder / f".{name}.{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(key))
-        part.replace(folder / f"compile-{name}.json")
-    except OSError as error:
-        LOG.warning("compile cache %s cannot be written: %s", folder, error)
