@@ -1,0 +1,230 @@
+"""The bytes of compiled code between a node and the registry: fetched verified, published once.
+
+Owns packing what an engine compiled, its manifest, and the upload. A key's tag is set by
+compare-and-set: compiling twice gives different bytes under one key, so the first artifact that is
+named is the one that everybody uses. Implements `compile_cache.Bytes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import http.client
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from readyplane.core.compile_key import ABSENT, CompileKey
+from readyplane.core.errors import Conflict, InvalidField, NotFound, Refused, Unavailable
+from readyplane.core.identity import (
+    CHUNK_BYTES_DEFAULT,
+    ArtifactKind,
+    FileEntry,
+    Manifest,
+    chunk_hash,
+)
+from readyplane.kit.clock import Clock
+from readyplane.ports import FetchPlan, Registry
+from readyplane_agent.arena import Arena
+from readyplane_agent.compile_archive import ARCHIVE, INDEX, LAYOUT, Index, pack
+from readyplane_agent.compile_cache import tag_of
+from readyplane_agent.compile_store import CompileStore
+from readyplane_agent.engines.port import EngineSpec
+from readyplane_agent.loader import Loader
+from readyplane_agent.reading import Reader
+from readyplane_agent.trace import StartTrace
+
+log = logging.getLogger("agent.compile")
+
+FETCH_LIMIT_S = 100.0
+UPLOAD_LIMIT_S = 120.0
+STAGING_BYTES = 32 * 2**20
+BLOBS = "/v1/blobs/"
+
+
+def upload_url(plan: FetchPlan, digest: str) -> str:
+    """Where the registry takes bytes, as its own storage among the sources of an artifact tells.
+
+    `http://HOST:PORT/v1/blobs/sha256`; empty when no such source is in the plan.
+    """
+    for ranked in plan.sources:
+        url = ranked.source.url
+        if not ranked.source.worker_id and url.endswith(BLOBS + digest):
+            return url.removesuffix(digest) + "sha256"
+    return ""
+
+
+class CompileBytes:
+    """`compile_cache.Bytes` over the loader and the registry's HTTP door.
+
+    Args:
+        store: the node's. registry, clock, reader, token: as for weights.
+        upload: where the registry takes bytes (`upload_url`), asked when there is something to
+            send; empty: nowhere.
+    """
+
+    def __init__(
+        self,
+        store: CompileStore,
+        *,
+        registry: Registry,
+        clock: Clock,
+        reader: Reader,
+        upload: Callable[[], str],
+        token: str = "",
+    ) -> None:
+        self._store, self._registry, self._clock = store, registry, clock
+        self._reader, self._upload, self._token = reader, upload, token
+
+    async def fetch(self, manifest: Manifest) -> dict[str, bytes]:
+        """See `compile_cache.Bytes`."""
+        plan = await self._registry.plan_fetch(
+            manifest.digest,
+            worker_id=self._reader.worker_id,
+            incarnation=self._reader.incarnation,
+            node=self._reader.node,
+        )
+        arena = Arena(manifest)
+        # Its own trace: what is read here are no weights, and the caller times it as a whole.
+        trace = StartTrace(self._clock, process_start_s=self._clock.monotonic_s())
+        loader = Loader(
+            arena,
+            registry=self._registry,
+            clock=self._clock,
+            reader=self._reader,
+            trace=trace,
+            staging_bytes=max(STAGING_BYTES, manifest.chunk_bytes),
+            limit_s=FETCH_LIMIT_S,
+            token=self._token,
+        )
+        try:
+            await loader.run(plan.sources)
+            return {entry.path: bytes(arena.view(entry.path)) for entry in manifest.files}
+        finally:
+            loader.stop()
+            arena.close()
+
+    async def publish(self, spec: EngineSpec, key: CompileKey, about: Manifest) -> tuple[str, str]:
+        """See `compile_cache.Bytes`.
+
+        Raises:
+            InvalidField: there is nothing to publish. Unavailable: the registry or the disk is not
+            there, or a file changed meanwhile. Refused: the registry does not want it.
+        """
+        if spec.compile_cache_dir is None or not spec.compile_cache_dir.is_dir():
+            raise InvalidField(
+                "compile cache", str(spec.compile_cache_dir), "let the engine fill it"
+            )
+        archive = spec.work_dir / ARCHIVE
+        archive.unlink(missing_ok=True)
+        index = await asyncio.to_thread(pack, spec.compile_cache_dir, archive, factors=key.factors)
+        try:
+            await asyncio.to_thread(self._install, archive, index, key)
+            return await self._send(archive, index, key, about)
+        finally:
+            archive.unlink(missing_ok=True)
+
+    def _install(self, archive: Path, index: Index, key: CompileKey) -> None:
+        self._store.install(archive.read_bytes(), index, wanted=key.factors)
+
+    async def _send(
+        self, archive: Path, index: Index, key: CompileKey, about: Manifest
+    ) -> tuple[str, str]:
+        tag = tag_of(key)
+        try:
+            known = await self._registry.resolve(tag, kind=str(ArtifactKind.COMPILE))
+        except NotFound:
+            pass
+        else:
+            return "known", known.digest
+        url = self._upload()
+        if not url:
+            return "node_only", ""
+        table = archive.with_name(INDEX)
+        table.write_bytes(index.document())
+        manifest = await asyncio.to_thread(manifest_of, archive, table, key, about)
+        for entry, path in zip(manifest.files, (archive, table), strict=True):
+            await asyncio.to_thread(put, url, entry, path, self._token)
+        digest, _ = await self._registry.publish_manifest(manifest.document())
+        return await self._name(tag, digest)
+
+    async def _name(self, tag: str, digest: str) -> tuple[str, str]:
+        try:
+            await self._registry.set_tag(tag, digest)
+        except Conflict as error:
+            found = str(error.found)
+            try:
+                await self._registry.resolve(tag, kind=str(ArtifactKind.COMPILE))
+            except NotFound:  # what it points at was withdrawn: ours takes its place
+                await self._registry.set_tag(tag, digest, expected_digest=found)
+            else:
+                return "known", found
+        return "published", digest
+
+
+def manifest_of(archive: Path, index: Path, key: CompileKey, about: Manifest) -> Manifest:
+    """The manifest of packed code. Blocking: it hashes the files."""
+    factors = key.factors
+    capability = factors["capability"]
+    return Manifest(
+        kind=ArtifactKind.COMPILE,
+        model=about.model,
+        files=(_entry(ARCHIVE, archive), _entry(INDEX, index)),
+        quantisation=about.quantisation,
+        layout=LAYOUT,
+        loader_version=f"{factors['engine']}/{_version(factors['engine_version'])}",
+        tp=about.tp,
+        pp=about.pp,
+        ep=about.ep,
+        capability="cpu" if capability == ABSENT else capability,
+        key=dict(factors),
+    )
+
+
+def _version(text: str) -> str:
+    found = "".join(c if c.isalnum() or c in "._+-" else "-" for c in text.rpartition("=")[2])
+    return found.strip("._+-") or "unversioned"
+
+
+def _entry(name: str, path: Path) -> FileEntry:
+    digest, chunks, size = hashlib.sha256(), [], 0
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK_BYTES_DEFAULT):
+            digest.update(piece)
+            chunks.append(chunk_hash(piece))
+            size += len(piece)
+    return FileEntry(name, size, f"sha256:{digest.hexdigest()}", tuple(chunks), "other")
+
+
+def put(url: str, entry: FileEntry, path: Path, token: str) -> None:
+    """Send one file to the registry's byte store. Blocking.
+
+    Raises:
+        Unavailable: it does not answer. Refused: it does not take the file.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise Refused("upload of compiled code", [f"{url!r} is no http address"])
+    connection = http.client.HTTPConnection(
+        parts.hostname, parts.port or 80, timeout=UPLOAD_LIMIT_S
+    )
+    headers = {"Content-Length": str(entry.size_bytes)}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    try:
+        with path.open("rb") as body:
+            target = f"{parts.path}/{entry.sha256.removeprefix('sha256:')}"
+            connection.request("PUT", target, body=body, headers=headers)
+            answer = connection.getresponse()
+            text = answer.read(1000).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise Unavailable(
+            f"{parts.netloc} does not take bytes ({error})", "see the registry"
+        ) from None
+    finally:
+        connection.close()
+    if answer.status >= 500:
+        raise Unavailable(f"{parts.netloc} answered {answer.status}: {text}", "see the registry")
+    if answer.status >= 400:
+        raise Refused("upload of compiled code", [f"{answer.status}: {text}"])
