@@ -233,6 +233,10 @@ async def test_one_holder_at_a_time(leases: Lab) -> None:
     assert await store.take("m", "a", 10.0) is True
     assert await store.take("other", "b", 10.0) is True
     assert await store.holder("m") == "a"
+    assert 5.0 < await store.left_s("m") <= 10.0
+    await leases.expire("m")  # type: ignore[misc]
+    assert (await store.holder("m"), await store.left_s("m")) == ("", 0.0)
+    assert await store.left_s("never") == 0.0
 
 
 async def test_a_former_holder_cannot_release_the_next(leases: Lab) -> None:

@@ -98,7 +98,8 @@ async def test_who_stands_by_says_where_the_leader_is_and_shows_no_targets() -> 
     assert 'readyplane_planner_leading{model="demo"} 1.0' in text
     assert all(f"\n{name}" in text for name in targets)
     state = await run.service.state()
-    assert state["leader"] == {"here": True, "at": "planner-0:7003", "epoch": 1}
+    elsewhere = {"former_life": False}
+    assert state["leader"] == {"here": True, "at": "planner-0:7003", "epoch": 1} | elsewhere
     counted = text.count("readyplane_decisions_total{")
 
     await mine.resign()
@@ -110,7 +111,36 @@ async def test_who_stands_by_says_where_the_leader_is_and_shows_no_targets() -> 
     assert "\nreadyplane_ready_replicas{" in text, "what is there is told by everybody"
     assert text.count("readyplane_decisions_total{") == counted
     state = await run.service.state()
-    assert state["leader"] == {"here": False, "at": "planner-1:7003", "epoch": 0}
+    assert state["leader"] == {"here": False, "at": "planner-1:7003", "epoch": 0} | elsewhere
     assert "planner-1:7003 leads" in state["degraded"]
     with pytest.raises(Unavailable, match="--planner planner-1:7003"):
         await run.service.upgrades.ask("pause", asked_id="a")
+
+
+async def test_a_planner_started_again_does_not_follow_itself() -> None:
+    """Its former life was killed, and holds the lease to its end; nobody is sent to it."""
+    clock, numbers = [0.0], MemoryJournal()
+    store = MemoryLeaseStore(lambda: clock[0])
+
+    def life(name: str) -> Leadership:
+        return Leadership(store, name="m", holder=name, ttl_s=10.0, now_s=lambda: clock[0])
+
+    before, again = life(named("h:1", "aa")), life(named("h:1", "bb"))
+    other, nameless = life(named("h:2", "cc")), life("one")
+    epoch = partial(numbers.next_epoch, "m")
+    assert await before.renew(epoch)
+    clock[0] += 3.0
+    for standing in (again, other, nameless):
+        assert not await standing.renew(epoch)
+    clock[0] += 1.0
+    assert again.document() == {"here": False, "at": None, "epoch": 0, "former_life": True}
+    assert again.standing_by() == (
+        "standing by; the life before this one, at h:1 as well, holds the lease for up to 6 s more"
+    )
+    for standing in (other, nameless):
+        assert standing.standing_by() == "standing by; h:1 leads"
+        assert standing.document()["at"] == "h:1" and not standing.document()["former_life"]
+    clock[0] += 6.5
+    assert await again.renew(epoch)
+    assert again.document() == {"here": True, "at": "h:1", "epoch": 2, "former_life": False}
+    assert life(named("h:1", "dd")).standing_by() == "standing by; nobody yet leads"

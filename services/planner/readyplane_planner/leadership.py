@@ -33,6 +33,10 @@ class LeaseStore(Protocol):
         """Who holds it; empty when nobody does."""
         ...
 
+    async def left_s(self, name: str) -> float:
+        """How long the holder still has it unless it renews; 0 when nobody holds it."""
+        ...
+
 
 class MemoryLeaseStore:
     """The twin, judged by the clock it is handed."""
@@ -59,6 +63,11 @@ class MemoryLeaseStore:
         """See LeaseStore."""
         found = self._leases.get(name)
         return found[0] if found is not None and found[1] > self._now_s() else ""
+
+    async def left_s(self, name: str) -> float:
+        """See LeaseStore."""
+        found = self._leases.get(name)
+        return max(0.0, found[1] - self._now_s()) if found is not None else 0.0
 
 
 def named(address: str, life: str) -> str:
@@ -98,13 +107,42 @@ class Leadership:
         self._now_s = now_s
         self._until_s = 0.0
         self._logged = ""
+        self._other_until_s = 0.0
         self.epoch = 0
         self.other = ""
 
     def document(self) -> dict[str, Any]:
-        """Who leads, for people: `at` is where that planner is reached, null where nobody leads."""
-        who = self.holder if self.leading else self.other
-        return {"here": self.leading, "at": address_of(who) or None, "epoch": self.epoch}
+        """Who leads, for people: `at` is where that planner is reached, null where nobody leads.
+
+        Nobody leads either while a life before this one still holds the lease (`former_life`).
+        """
+        who = self.holder if self.leading else "" if self.former_life else self.other
+        return {
+            "here": self.leading,
+            "at": address_of(who) or None,
+            "epoch": self.epoch,
+            "former_life": self.former_life,
+        }
+
+    @property
+    def former_life(self) -> bool:
+        """Whether the lease is held from where this planner itself is reached.
+
+        Its process was started again before the lease of the one before ran out. The lease is not
+        taken for that: an address is no identity, and others may be reached by the same name.
+        """
+        mine = self.holder.rpartition(LIFE)[0]
+        return bool(mine) and self.other != self.holder and address_of(self.other) == mine
+
+    def standing_by(self) -> str:
+        """Why it does not act, in words."""
+        if self.former_life:
+            left_s = max(0.0, self._other_until_s - self._now_s())
+            return (
+                f"standing by; the life before this one, at {address_of(self.other)} as well,"
+                f" holds the lease for up to {left_s:.0f} s more"
+            )
+        return f"standing by; {address_of(self.other) or 'nobody yet'} leads"
 
     @property
     def leading(self) -> bool:
@@ -118,9 +156,13 @@ class Leadership:
         if not held:
             self.epoch, self._until_s = 0, 0.0
             self.other = await self._store.holder(self._name)
-            self._log(
-                f"following {address_of(self.other)}" if self.other else "following nobody yet"
-            )
+            self._other_until_s = self._now_s() + await self._store.left_s(self._name)
+            if self.former_life:
+                self._log(f"waiting for the lease of the life before, of {self._ttl_s:.0f} s")
+            else:
+                self._log(
+                    f"following {address_of(self.other)}" if self.other else "following nobody yet"
+                )
             return False
         if not self.leading:
             number = next_epoch()

@@ -56,6 +56,12 @@ class RedisLeaseStore:
             found = await self._client.get(_key(name))
         return found.decode() if isinstance(found, bytes) else str(found or "")
 
+    async def left_s(self, name: str) -> float:
+        """See LeaseStore."""
+        with redis_errors():
+            left_ms = await self._client.pttl(_key(name))
+        return max(0, int(left_ms)) / 1000.0
+
 
 def _key(name: str) -> str:
     return f"readyplane/planner/leader/{{{name}}}"

@@ -30,7 +30,7 @@ from readyplane_planner.journal import (
     row_of,
 )
 from readyplane_planner.judgement import totals_of
-from readyplane_planner.leadership import Leadership, address_of
+from readyplane_planner.leadership import Leadership
 from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.optimisers import thinker
 from readyplane_planner.outcomes import Follower, Judge
@@ -431,8 +431,7 @@ class PlannerService:
     def _show(self, seen: Seen, *, leading: bool) -> None:
         """Keep what a person may ask for; the whole document is made only when somebody looks."""
         if not leading:
-            holder = address_of(self._leadership.other) or "nobody yet"
-            seen = replace(seen, degraded=seen.degraded or f"standing by; {holder} leads")
+            seen = replace(seen, degraded=seen.degraded or self._leadership.standing_by())
         self._last = seen
         self._history.add(seen)
         if not self._watchers:

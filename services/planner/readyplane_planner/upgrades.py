@@ -114,9 +114,11 @@ class Upgrades:
         if last is not None and last["id"] == asked_id:
             return shown
         if not self._leading():
+            leader = shown["leader"]
+            elsewhere = f"ask the one that leads: --planner {leader['at'] or 'HOST:PORT'}"
             raise Unavailable(
                 f"this planner stands by ({shown['degraded']})",
-                f"ask the one that leads: --planner {shown['leader']['at'] or 'HOST:PORT'}",
+                "ask again when that lease has run out" if leader["former_life"] else elsewhere,
             )
         changes: dict[str, Any] = {
             "rollout": {
