@@ -17,6 +17,7 @@ import numpy as np
 from readyplane.core.errors import LostLease, NotFound, Overloaded, StaleEpoch, Unavailable
 from readyplane.core.identity import KvFormat, Manifest, chunk_hash, digest_of_bytes
 from readyplane.core.kv import KvEvent, KvEventBatch
+from readyplane.core.resolution import Resolution
 from readyplane.core.startup import Segment, SegmentName, WeightTier
 from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import (
@@ -262,6 +263,11 @@ class TwinRegistry:
             if manifest.model == reference:
                 return manifest
         raise NotFound("model", reference)
+
+    async def resolve_need(
+        self, reference: str, *, kind: str, need: Mapping[str, str], candidates_max: int = 5
+    ) -> Resolution:
+        raise NotFound(kind, reference)
 
     async def plan_fetch(
         self, digest: str, *, worker_id: str, incarnation: str, node: str, **_more: Any

@@ -102,6 +102,7 @@ class CompileCache:
     ) -> None:
         self._store, self._registry, self._clock = store, registry, clock
         self._inspect, self._bytes = inspect, bytes_of
+        self._spec: EngineSpec | None = None
         self._key: CompileKey | None = None
         self._digest = ""
         self._kept = False
@@ -114,6 +115,7 @@ class CompileCache:
         """Give the engine's folder what fits exactly, or nothing; None when it compiles nothing."""
         if spec.mode is StartMode.EAGER or spec.compile_cache_dir is None:
             return None
+        self._spec = spec
         try:
             async with asyncio.timeout(PREPARE_LIMIT_S):
                 outcome = await self._prepare(spec, manifest)
@@ -225,13 +227,15 @@ class CompileCache:
             digest = found.digest
         await self._withdraw(digest, "an engine did not start on it")
 
-    async def keep(self, spec: EngineSpec, manifest: Manifest) -> None:
+    async def keep(self, manifest: Manifest) -> None:
         """After a miss: pack what was compiled, keep it here, publish it; once, and never in vain.
 
         Of many that publish the same key the first wins, and the others take its word.
         """
-        key, outcome = self._key, self.outcome
-        if key is None or outcome is None or outcome.hit or not key.usable or self._kept:
+        key, outcome, spec = self._key, self.outcome, self._spec
+        if key is None or outcome is None or spec is None or self._kept:
+            return
+        if outcome.hit or not key.usable:
             return
         self._kept = True
         try:

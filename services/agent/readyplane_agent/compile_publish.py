@@ -11,7 +11,8 @@ import asyncio
 import hashlib
 import http.client
 import logging
-from collections.abc import Callable
+import os
+import secrets
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,11 +29,13 @@ from readyplane.kit.clock import Clock
 from readyplane.ports import FetchPlan, Registry
 from readyplane_agent.arena import Arena
 from readyplane_agent.compile_archive import ARCHIVE, INDEX, LAYOUT, Index, pack
-from readyplane_agent.compile_cache import tag_of
+from readyplane_agent.compile_cache import CompileCache, tag_of
+from readyplane_agent.compile_inspect import Inspector
 from readyplane_agent.compile_store import CompileStore
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.loader import Loader
 from readyplane_agent.reading import Reader
+from readyplane_agent.settings import AgentSettings
 from readyplane_agent.trace import StartTrace
 
 log = logging.getLogger("agent.compile")
@@ -60,8 +63,7 @@ class CompileBytes:
 
     Args:
         store: the node's. registry, clock, reader, token: as for weights.
-        upload: where the registry takes bytes (`upload_url`), asked when there is something to
-            send; empty: nowhere.
+        upload: where the registry takes bytes (`upload_url`); empty: nowhere.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class CompileBytes:
         registry: Registry,
         clock: Clock,
         reader: Reader,
-        upload: Callable[[], str],
+        upload: str,
         token: str = "",
     ) -> None:
         self._store, self._registry, self._clock = store, registry, clock
@@ -138,7 +140,7 @@ class CompileBytes:
             pass
         else:
             return "known", known.digest
-        url = self._upload()
+        url = self._upload
         if not url:
             return "node_only", ""
         table = archive.with_name(INDEX)
@@ -161,6 +163,37 @@ class CompileBytes:
             else:
                 return "known", found
         return "published", digest
+
+
+def compile_cache_of(
+    settings: AgentSettings,
+    folder: Path,
+    *,
+    registry: Registry,
+    clock: Clock,
+    incarnation: str,
+    upload: str,
+) -> CompileCache:
+    """The compiled code of one start, kept beside the node's weights in `folder`."""
+    store = CompileStore(
+        folder / "compiled",
+        bytes_max=settings.compile_bytes_max,
+        make_id=lambda: f"{settings.worker_id}-{secrets.token_hex(6)}",
+    )
+    return CompileCache(
+        store,
+        registry=registry,
+        clock=clock,
+        inspect=Inspector(settings.engine, os.environ).facts,
+        bytes_of=CompileBytes(
+            store,
+            registry=registry,
+            clock=clock,
+            reader=Reader(settings.worker_id, incarnation, settings.node),
+            upload=upload,
+            token=settings.token,
+        ),
+    )
 
 
 def manifest_of(archive: Path, index: Path, key: CompileKey, about: Manifest) -> Manifest:

@@ -47,7 +47,7 @@ class CompileStore:
     """Compiled code by the digest of its key.
 
     Args:
-        folder: shared by the workers of a node; made when missing.
+        folder: shared by the workers of a node; made when something is brought in.
         bytes_max: most bytes kept; the least recently used entries go first.
         make_id: a fresh name each time.
     """
@@ -56,8 +56,6 @@ class CompileStore:
         self._bytes_max, self._make_id = bytes_max, make_id
         self._entries, self._writing = folder / "entries", folder / "writing"
         self._quarantine = folder / "quarantine"
-        for path in (self._entries, self._writing, self._quarantine):
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def entry(self, digest: str) -> Path:
         """Where the entry of a key lies if it is here."""
@@ -173,6 +171,8 @@ class CompileStore:
     @contextmanager
     def _own(self) -> Iterator[Path]:
         """A folder of this writer alone; one whose writer was killed is removed on the way."""
+        for path in (self._entries, self._writing, self._quarantine):
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._sweep()
         for _ in range(OWN_ATTEMPTS_MAX):
             part = self._writing / self._make_id()

@@ -597,4 +597,4 @@ class Life:
             lines.append(
                 f'readyplane_agent_source_faults_total{{{who},tier="{tier}",kind="{kind}"}} {count}'
             )
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *self.started.compile_metrics(who)]) + "\n"

@@ -44,6 +44,7 @@ HELP: Mapping[str, str] = {
     "kv_tokens": "size of the KV pool in tokens; 0: what the profile says",
     "cache_dir": "node's weight cache, shared by its workers (tier L2)",
     "cache_bytes_max": "most bytes the weight cache keeps",
+    "compile_bytes_max": "most bytes of compiled code kept beside the weight cache",
     "staging_bytes": "most bytes read and not yet verified at once",
     "read_connections": "connections to one source at once",
     "transfer_readers_max": "peers that may read our weights at once",
@@ -87,6 +88,7 @@ class AgentSettings:
     kv_tokens: int = 0
     cache_dir: Path | None = None
     cache_bytes_max: int = 200 * 2**30
+    compile_bytes_max: int = 20 * 2**30
     staging_bytes: int = 64 * 2**20
     read_connections: int = 4
     transfer_readers_max: int = 2
@@ -194,7 +196,13 @@ def _checked(s: AgentSettings) -> AgentSettings:
         )
     if s.engine != "attached" and not s.registry:
         raise InvalidField("--registry", "", "give the registry's address, host:port")
-    for name in ("generation", "staging_bytes", "read_connections", "cache_bytes_max"):
+    for name in (
+        "generation",
+        "staging_bytes",
+        "read_connections",
+        "cache_bytes_max",
+        "compile_bytes_max",
+    ):
         if getattr(s, name) < 1:
             raise InvalidField(_flag(name), getattr(s, name), "use a whole number from 1")
     _check_convertible(s)

@@ -34,6 +34,8 @@ from readyplane.ports import FetchPlan, GateVerdict, GroupStatus, RankReport, Re
 from readyplane_agent import probes
 from readyplane_agent.arena import Arena, prefault
 from readyplane_agent.cache import WeightCache
+from readyplane_agent.compile_cache import CompileCache
+from readyplane_agent.compile_publish import compile_cache_of, upload_url
 from readyplane_agent.engines.layout import arena_layout, tensor_table_document
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort, EngineSpec
@@ -69,8 +71,13 @@ class Started:
     arena: Arena | None = None
     fetched: Fetched | None = None
     serving: Serving | None = None
+    compiled: CompileCache | None = None
     checks: tuple[CheckResult, ...] = ()
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def compile_metrics(self, who: str) -> list[str]:
+        """Prometheus text about compiled code; `who` are the labels of this worker."""
+        return [] if self.compiled is None else self.compiled.metrics(who)
 
 
 class Start:
@@ -130,6 +137,9 @@ class Start:
         await self._prove()
         self._tell(Event.CANARY_PASSED)
         await self._join()
+        compiled, manifest = self._started.compiled, self._started.manifest
+        if compiled is not None and manifest is not None:
+            self._started.tasks.append(asyncio.create_task(compiled.keep(manifest)))
 
     async def rejoin(self) -> None:
         """Prove and hand in everything again, under a lease that was granted anew."""
@@ -177,6 +187,15 @@ class Start:
                 f"{r.source.source_id}: {r.why}" for r in plan.sources[:4]
             )
             spec = self._spec(manifest, arena)
+        if self._cache is not None:
+            self._started.compiled = compile_cache_of(
+                self._s,
+                self._cache.folder,
+                registry=self._registry,
+                clock=self._clock,
+                incarnation=self._incarnation,
+                upload=upload_url(plan, manifest.digest),
+            )
         self._tell(Event.SOURCES_PLANNED)
         self._loader = Loader(
             arena,
@@ -211,16 +230,34 @@ class Start:
     async def _start_engine(
         self, manifest: Manifest, arena: Arena, spec: EngineSpec, loading: asyncio.Task[Fetched]
     ) -> None:
-        """Start the engine while the weights come in, as soon as its small files are there."""
+        """Start the engine while the weights come in, as soon as its small files are there.
+
+        Compiled code is fetched meanwhile: an engine looks for it only once, when it starts.
+        """
         small = [entry.path for entry in manifest.files if entry.purpose != "weights"]
-        while not (loading.done() or all(arena.has(path) for path in small)):
-            await self._clock.sleep(SMALL_POLL_S)
-        if loading.done() and loading.exception() is not None:
-            return
+        compiling = asyncio.create_task(self._compiled_code(manifest, spec))
+        try:
+            while not (loading.done() or all(arena.has(path) for path in small)):
+                await self._clock.sleep(SMALL_POLL_S)
+            await asyncio.wait({compiling, loading}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done() and loading.exception() is not None:
+                return
+            await compiling
+        finally:
+            compiling.cancel()
+            await asyncio.wait({compiling})
         for path in small:
             _write(self._s.work_dir / "files" / path, arena.view(path))
         await self._engine.start(spec)
         self._trace.follow_engine(self._engine.startup_segments)
+
+    async def _compiled_code(self, manifest: Manifest, spec: EngineSpec) -> None:
+        compiled = self._started.compiled
+        if compiled is not None:
+            with self._trace.span(SegmentName.ARTIFACT_DISCOVERY, "compiled code") as span:
+                outcome = await compiled.prepare(spec, manifest)
+                span.detail = f"compiled code: not used in mode {spec.mode}"
+                span.detail = span.detail if outcome is None else str(outcome)
 
     async def _manifest(self) -> Manifest:
         if not self._s.manifest:
@@ -268,7 +305,7 @@ class Start:
             log_path=work / "engine.log",
             host=self._s.host,
             mode=self._s.mode,
-            compile_cache_dir=None if self._cache is None else self._cache.folder / "compile",
+            compile_cache_dir=None if self._cache is None else work / "compile-cache",
             kv_tokens=self._s.kv_tokens,
             # The told profile has the bound of a convertible worker's chunks; others have none.
             max_batch_tokens=self._profile.max_batch_tokens if lent else 0,
@@ -329,8 +366,19 @@ class Start:
             with self._trace.span(SegmentName.PARALLEL_INIT, "waiting for the attached engine"):
                 await self._engine.wait_ready(stall_s=self._s.stall_s)
         else:
-            await self._engine.wait_ready(stall_s=self._s.stall_s, limit_s=self._s.start_limit_s)
+            await self._own_engine_up()
         self._tell(Event.ENGINE_UP)
+
+    async def _own_engine_up(self) -> None:
+        compiled = self._started.compiled
+        try:
+            await self._engine.wait_ready(stall_s=self._s.stall_s, limit_s=self._s.start_limit_s)
+        except Unavailable:
+            if compiled is not None:
+                await compiled.failed()
+            raise
+        if compiled is not None:
+            compiled.judge(self._engine.startup_segments())
 
     def serving(self) -> Serving:
         """What the engine says, with what only the agent knows."""
