@@ -7,16 +7,27 @@ Handed to the service by `__main__`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Row, bindparam, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from readyplane.core.canonical import canonical
+from readyplane.core.trust import SIGNATURES_MAX, ManifestEvent, Signature, Trail
 from readyplane.kit.clock import utc
 from readyplane.kit.database import database_errors
 from readyplane.ports import Tag
-from readyplane_registry.store import ManifestRecord, tag_conflict, unknown_manifest
+from readyplane_registry.store import (
+    ManifestRecord,
+    retired_manifest,
+    says_something,
+    tag_conflict,
+    tagged_manifest,
+    too_many_signatures,
+    unknown_manifest,
+)
 
 LINE = "sequence, digest, kind, model, size_bytes, file_count, tensor_count, create_time"
 PUT = text(
@@ -26,11 +37,44 @@ PUT = text(
 )
 GET = text(f"SELECT {LINE}, document FROM manifests WHERE digest = :digest")
 KNOWN = text("SELECT 1 FROM manifests WHERE digest = :digest")
-LIST = text(
-    f"SELECT {LINE} FROM manifests WHERE (:model = '' OR model = :model)"
-    " AND (:kind = '' OR kind = :kind) AND (:before = 0 OR sequence < :before)"
-    " ORDER BY sequence DESC LIMIT :limit"
+# The last word on whether a manifest is hidden; `{digest}` is an expression.
+STATE = (
+    "(SELECT e.event FROM manifest_events AS e WHERE e.digest = {digest} AND e.event <> 'origin'"
+    " ORDER BY e.version DESC LIMIT 1)"
 )
+NOT_RETIRED = STATE.format(digest="manifests.digest") + " IS DISTINCT FROM 'retired'"
+LISTS = {
+    (by_model, by_kind): text(
+        f"SELECT {LINE} FROM manifests WHERE {NOT_RETIRED}"
+        + (" AND model = :model" if by_model else "")
+        + (" AND kind = :kind" if by_kind else "")
+        + " AND sequence < :before ORDER BY sequence DESC LIMIT :limit"
+    )
+    for by_model in (False, True)
+    for by_kind in (False, True)
+}
+# Whoever adds a reference takes it shared, whoever takes one away exclusively: see `postgres_keeping`.
+LOCK_REFERENCES = text("SELECT pg_advisory_xact_lock_shared(hashtext('readyplane/references'))")
+LOCK_REFERENCES_ALONE = text("SELECT pg_advisory_xact_lock(hashtext('readyplane/references'))")
+LOCK_TRAIL = text(
+    "SELECT pg_advisory_xact_lock(hashtextextended('readyplane/trail/' || :digest, 0))"
+)
+SIGNATURES = text(
+    "SELECT key_id, public_key, envelope, create_time FROM manifest_signatures"
+    " WHERE digest = :digest ORDER BY key_id"
+)
+ADD_SIGNATURE = text(
+    "INSERT INTO manifest_signatures (digest, key_id, public_key, envelope, create_time)"
+    " VALUES (:digest, :key_id, :public_key, :envelope, :create_time)"
+)
+EVENTS = text(
+    "SELECT event, detail, create_time FROM manifest_events WHERE digest = :digest ORDER BY version"
+)
+ADD_EVENT = text(
+    "INSERT INTO manifest_events (digest, version, event, detail, create_time)"
+    " VALUES (:digest, :version, :event, :detail, :create_time)"
+)
+STATE_NOW = text("SELECT " + STATE.format(digest="CAST(:digest AS text)"))
 TAG = "name, digest, version, create_time"
 LOCK_TAG = text("SELECT pg_advisory_xact_lock(hashtextextended('readyplane/tag/' || :name, 0))")
 GET_TAG = text(f"SELECT {TAG} FROM tags WHERE name = :name")
@@ -79,11 +123,58 @@ class PostgresCatalog:
         }
         with database_errors():
             async with self._engine.begin() as connection:
+                await connection.execute(LOCK_REFERENCES)
                 row = (await connection.execute(PUT, values)).one_or_none()
                 if row is not None:
                     return _record(row), True
                 row = (await connection.execute(GET, {"digest": record.digest})).one()
+                if await _state(connection, record.digest) == "retired":
+                    await _append(connection, record.digest, "restored", {}, record.created_s)
                 return _record(row), False
+
+    async def put_signature(self, digest: str, signature: Signature, *, now_s: float) -> bool:
+        """See `CatalogStore`."""
+        with database_errors():
+            async with self._engine.begin() as connection:
+                await connection.execute(LOCK_TRAIL, {"digest": digest})
+                if (await connection.execute(KNOWN, {"digest": digest})).first() is None:
+                    raise unknown_manifest(digest)
+                held = (await connection.execute(SIGNATURES, {"digest": digest})).all()
+                if any(row.key_id == signature.key_id for row in held):
+                    return False
+                if len(held) >= SIGNATURES_MAX:
+                    raise too_many_signatures(digest)
+                values = {
+                    "digest": digest,
+                    "key_id": signature.key_id,
+                    "public_key": signature.public_key,
+                    "envelope": signature.envelope,
+                    "create_time": utc(now_s),
+                }
+                await connection.execute(ADD_SIGNATURE, values)
+                return True
+
+    async def put_event(
+        self, digest: str, event: str, detail: Mapping[str, str], *, now_s: float
+    ) -> bool:
+        """See `CatalogStore`. A retirement excludes whoever adds a reference meanwhile."""
+        with database_errors():
+            async with self._engine.begin() as connection:
+                retires = event == "retired"
+                await connection.execute(LOCK_REFERENCES_ALONE if retires else LOCK_REFERENCES)
+                if (await connection.execute(KNOWN, {"digest": digest})).first() is None:
+                    raise unknown_manifest(digest)
+                if retires:
+                    rows = (await connection.execute(TAGS_OF, {"digests": [digest]})).all()
+                    if rows:
+                        raise tagged_manifest(digest, [row.name for row in rows])
+                return await _append(connection, digest, event, detail, now_s)
+
+    async def trail(self, digest: str) -> Trail:
+        """See `CatalogStore`."""
+        with database_errors():
+            async with self._engine.connect() as connection:
+                return await _trail(connection, digest)
 
     async def get_manifest(self, digest: str) -> ManifestRecord | None:
         """See `CatalogStore`."""
@@ -94,7 +185,10 @@ class PostgresCatalog:
         self, *, model: str = "", kind: str = "", limit: int = 1000, before: int = 0
     ) -> list[ManifestRecord]:
         """See `CatalogStore`."""
-        rows = await self._read(LIST, model=model, kind=kind, limit=limit, before=before)
+        given = {"model": model, "kind": kind}
+        values = {name: value for name, value in given.items() if value}
+        statement = LISTS[bool(model), bool(kind)]
+        rows = await self._read(statement, limit=limit, before=before or 2**62, **values)
         return [_record(row) for row in rows]
 
     async def set_tag(
@@ -107,6 +201,7 @@ class PostgresCatalog:
         """
         with database_errors():
             async with self._engine.begin() as connection:
+                await connection.execute(LOCK_REFERENCES)
                 await connection.execute(LOCK_TAG, {"name": name})
                 held = await _tag_now(connection, name)
                 known = (await connection.execute(KNOWN, {"digest": digest})).first()
@@ -117,6 +212,8 @@ class PostgresCatalog:
                 found = held.digest if held else ""
                 if not force and found != expected_digest:
                     raise tag_conflict(name, expected_digest, found)
+                if await _state(connection, digest) == "retired":
+                    raise retired_manifest(f"tag {name!r}", digest)
                 version = held.version + 1 if held else 1
                 values = {
                     "name": name,
@@ -159,6 +256,44 @@ class PostgresCatalog:
 async def _tag_now(connection: AsyncConnection, name: str) -> Tag | None:
     row = (await connection.execute(GET_TAG, {"name": name})).one_or_none()
     return None if row is None else _tag(row)
+
+
+async def _state(connection: AsyncConnection, digest: str) -> str | None:
+    found: str | None = (await connection.execute(STATE_NOW, {"digest": digest})).scalar()
+    return found
+
+
+async def _trail(connection: AsyncConnection, digest: str) -> Trail:
+    signed = (await connection.execute(SIGNATURES, {"digest": digest})).all()
+    events = (await connection.execute(EVENTS, {"digest": digest})).all()
+    return Trail(
+        tuple(
+            Signature(r.key_id, bytes(r.public_key), r.envelope, r.create_time.timestamp())
+            for r in signed
+        ),
+        tuple(
+            ManifestEvent(r.event, json.loads(r.detail), r.create_time.timestamp()) for r in events
+        ),
+    )
+
+
+async def _append(
+    connection: AsyncConnection, digest: str, event: str, detail: Mapping[str, str], now_s: float
+) -> bool:
+    """Add an event if it is news; one writer of a trail at a time."""
+    await connection.execute(LOCK_TRAIL, {"digest": digest})
+    trail = await _trail(connection, digest)
+    if not says_something(trail, event, detail):
+        return False
+    values = {
+        "digest": digest,
+        "version": len(trail.events) + 1,
+        "event": event,
+        "detail": canonical(dict(detail), where="detail").decode(),
+        "create_time": utc(now_s),
+    }
+    await connection.execute(ADD_EVENT, values)
+    return True
 
 
 def _tag(row: Row[Any]) -> Tag:

@@ -1,18 +1,20 @@
 """Where manifests and tags are kept: the port, and its memory twin for tests and the simulator.
 
-Owns the promises of the catalogue's store: a manifest never changes and never goes, a tag moves by
-compare-and-set and keeps its history. Handed to the service; `postgres` keeps the same promises,
+Owns the promises of the catalogue's store: a manifest never changes and never goes, what is said of
+it later (signatures, origins, retirement) is only added, a tag moves by compare-and-set and keeps
+its history. Handed to the service; `postgres` keeps the same promises,
 and one contract suite holds both to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from readyplane.core.errors import Conflict, NotFound
+from readyplane.core.errors import Conflict, NotFound, Refused
 from readyplane.core.identity import Manifest, parse
+from readyplane.core.trust import SIGNATURES_MAX, ManifestEvent, Signature, Trail
 from readyplane.ports import Tag
 
 
@@ -62,8 +64,33 @@ class CatalogStore(Protocol):
     async def put_manifest(self, record: ManifestRecord) -> tuple[ManifestRecord, bool]:
         """Store it, or find it stored: (the record as stored, True when this call stored it).
 
-        Of many identical calls exactly one gets True, and all get the same record (B113).
+        Of many identical calls exactly one gets True, and all get the same record (B113). One that
+        was retired is restored: the same content is the same artifact.
         """
+        ...
+
+    async def put_signature(self, digest: str, signature: Signature, *, now_s: float) -> bool:
+        """Store it; False when this key had signed it before.
+
+        Raises:
+            NotFound: no such manifest. Refused: it has `SIGNATURES_MAX` already.
+        """
+        ...
+
+    async def put_event(
+        self, digest: str, event: str, detail: Mapping[str, str], *, now_s: float
+    ) -> bool:
+        """Append an event; False when it says what the last one of its kind says.
+
+        A manifest that a tag points at is not retired; what is not retired is not restored.
+
+        Raises:
+            NotFound: no such manifest. Refused: a tag points at what is to be retired.
+        """
+        ...
+
+    async def trail(self, digest: str) -> Trail:
+        """Signatures by key, and events oldest first; empty for an unknown manifest."""
         ...
 
     async def get_manifest(self, digest: str) -> ManifestRecord | None:
@@ -73,7 +100,7 @@ class CatalogStore(Protocol):
     async def list_manifests(
         self, *, model: str = "", kind: str = "", limit: int = 1000, before: int = 0
     ) -> list[ManifestRecord]:
-        """Newest first, without documents; `before` continues below a sequence."""
+        """Newest first, without documents and retired ones; `before` continues below a sequence."""
         ...
 
     async def set_tag(
@@ -85,7 +112,7 @@ class CatalogStore(Protocol):
         already is returned as it is.
 
         Raises:
-            Conflict: the tag points elsewhere. NotFound: no such manifest.
+            Conflict: the tag points elsewhere. NotFound: no such manifest. Refused: it is retired.
         """
         ...
 
@@ -121,11 +148,37 @@ def unknown_manifest(digest: str) -> NotFound:
     return NotFound("manifest", digest, "publish it first, or list what there is")
 
 
+def says_something(trail: Trail, event: str, detail: Mapping[str, str]) -> bool:
+    """Whether an event is news beside what was said before."""
+    if event == "origin":
+        return bool(detail) and dict(trail.origin) != dict(detail)
+    return trail.retired != (event == "retired")
+
+
+def retired_manifest(what: str, digest: str) -> Refused:
+    """The error for a name that is to point at what was retired."""
+    return Refused(what, [f"{digest} is retired"], "publish its bytes again, which restores it")
+
+
+def tagged_manifest(digest: str, tags: Sequence[str]) -> Refused:
+    """The error for a retirement of what a name points at."""
+    what = f"retirement of {digest}"
+    return Refused(what, [f"tag {name} points at it" for name in tags[:5]], "move the tags first")
+
+
+def too_many_signatures(digest: str) -> Refused:
+    """The error for a signature too many."""
+    reason = f"it has {SIGNATURES_MAX} signatures, the most that are kept"
+    return Refused(f"signature of {digest}", [reason], "sign with a key that has signed it before")
+
+
 class MemoryCatalog:
     """The twin of `PostgresCatalog`; each call runs without a break, so it is atomic."""
 
     def __init__(self) -> None:
         self._manifests: dict[str, ManifestRecord] = {}
+        self._signatures: dict[str, dict[str, Signature]] = {}
+        self._events: dict[str, list[ManifestEvent]] = {}
         self._history: dict[str, list[Tag]] = {}
         self._changes: list[str] = []
 
@@ -133,14 +186,61 @@ class MemoryCatalog:
         """See `CatalogStore`."""
         held = self._manifests.get(record.digest)
         if held is not None:
+            await self.put_event(record.digest, "restored", {}, now_s=record.created_s)
             return held, False
         stored = replace(record, sequence=len(self._manifests) + 1)
         self._manifests[record.digest] = stored
         return stored, True
 
+    async def put_signature(self, digest: str, signature: Signature, *, now_s: float) -> bool:
+        """See `CatalogStore`."""
+        if digest not in self._manifests:
+            raise unknown_manifest(digest)
+        held = self._signatures.setdefault(digest, {})
+        if signature.key_id in held:
+            return False
+        if len(held) >= SIGNATURES_MAX:
+            raise too_many_signatures(digest)
+        held[signature.key_id] = replace(signature, created_s=now_s)
+        return True
+
+    async def put_event(
+        self, digest: str, event: str, detail: Mapping[str, str], *, now_s: float
+    ) -> bool:
+        """See `CatalogStore`."""
+        if digest not in self._manifests:
+            raise unknown_manifest(digest)
+        trail = await self.trail(digest)
+        tags = (await self.tags_of([digest])).get(digest, ())
+        if event == "retired" and tags:
+            raise tagged_manifest(digest, tags)
+        if not says_something(trail, event, detail):
+            return False
+        self._events.setdefault(digest, []).append(ManifestEvent(event, dict(detail), now_s))
+        return True
+
+    async def trail(self, digest: str) -> Trail:
+        """See `CatalogStore`."""
+        signed = self._signatures.get(digest, {})
+        return Trail(
+            tuple(signed[name] for name in sorted(signed)), tuple(self._events.get(digest, ()))
+        )
+
     async def get_manifest(self, digest: str) -> ManifestRecord | None:
         """See `CatalogStore`."""
         return self._manifests.get(digest)
+
+    def retired(self, digest: str) -> bool:
+        """True for a manifest that is hidden."""
+        return Trail(events=tuple(self._events.get(digest, ()))).retired
+
+    def records(self) -> list[ManifestRecord]:
+        """Every manifest, retired ones as well; for the twin of what collects."""
+        return list(self._manifests.values())
+
+    def moves(self) -> dict[str, list[Tag]]:
+        """Where each tag has pointed, oldest first; for the twin of what collects."""
+        return self._history
 
     async def list_manifests(
         self, *, model: str = "", kind: str = "", limit: int = 1000, before: int = 0
@@ -151,6 +251,7 @@ class MemoryCatalog:
             for record in reversed(self._manifests.values())
             if model in {"", record.model}
             and kind in {"", record.kind}
+            and not self.retired(record.digest)
             and (not before or record.sequence < before)
         ]
         return found[:limit]
@@ -167,6 +268,8 @@ class MemoryCatalog:
             return history[-1]
         if not force and found != expected_digest:
             raise tag_conflict(name, expected_digest, found)
+        if self.retired(digest):
+            raise retired_manifest(f"tag {name!r}", digest)
         tag = Tag(name, digest, len(history) + 1, now_s)
         self._history[name] = [*history, tag]
         self._changes = [*(n for n in self._changes if n != name), name]
