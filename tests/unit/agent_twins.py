@@ -43,6 +43,7 @@ from readyplane.ports import (
     Transfer,
 )
 from readyplane_agent.engines.port import EngineSpec, GenerateResult, read_tensor_table
+from readyplane_agent.pacing import ServingTimes
 
 CHUNK = 64 * 1024
 
@@ -285,7 +286,7 @@ class TwinRegistry:
         incarnation: str,
         request_id: str,
         source_incarnation: str = "",
-        layout_digest: str = "",
+        readers_seen: int | None = None,
     ) -> Transfer:
         if source_id in self.full:
             raise Overloaded(f"{source_id} is full", 0.1)
@@ -480,6 +481,9 @@ class TwinEngine:
             max_model_len=4096,
             profile="h200-slow10",
         )
+
+    async def serving_times(self) -> ServingTimes:
+        return ServingTimes()
 
     async def load_report(self) -> LoadReport:
         return LoadReport(running=0, waiting=0, kv_used_blocks=0, kv_total_blocks=100)

@@ -167,7 +167,8 @@ async def test_a_failed_start_says_why_and_leaves_nothing(
         arena = w.life.started.arena
         assert arena is None or arena.fd == -1
         assert not w.settings.work_dir.exists()
-        assert "peer:w1:w1-abc" not in w.registry.announced
+        told = [s for s in w.registry.announced if s.startswith("peer:")]
+        assert w.registry.withdrawn == told  # from its first chunk on it was a source
 
 
 async def test_wrong_bytes_are_never_ready(tmp_path: Path) -> None:

@@ -84,6 +84,11 @@ class Fanout:
             for s in list(self._sides.values())
         )
 
+    def stays(self, source_id: str) -> bool:
+        """Whether a source has not said that it leaves."""
+        side = self._sides.get(source_id)
+        return side is None or not side.draining
+
     @property
     def draining(self) -> bool:
         """Whether somebody who is read from has said that he leaves."""

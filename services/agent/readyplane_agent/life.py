@@ -16,13 +16,15 @@ from typing import Any
 
 from readyplane.core.errors import LostLease, ReadyplaneError, StaleEpoch
 from readyplane.core.profile import ClassProfile
-from readyplane.core.startup import SegmentName, WeightTier, critical_path
+from readyplane.core.startup import SegmentName, critical_path
 from readyplane.core.worker import Lease, Role, WorkerOffer
 from readyplane.kit.clock import Clock
-from readyplane.ports import Directive, RankReport, Registry, Router, Source
+from readyplane.ports import Directive, RankReport, Registry, Router
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.changing import Changing
 from readyplane_agent.engines.port import EnginePort
+from readyplane_agent.giving import Giving
+from readyplane_agent.interference import Watch
 from readyplane_agent.kv_events import KvForwarder
 from readyplane_agent.lifecycle import (
     ENDS,
@@ -36,7 +38,6 @@ from readyplane_agent.lifecycle import (
     step,
 )
 from readyplane_agent.load import LoadReader
-from readyplane_agent.loader import cache_source
 from readyplane_agent.loop import News, Session
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.starting import Start, Started, within
@@ -47,6 +48,7 @@ log = logging.getLogger("agent")
 
 START_NEWS_S = 1.0
 DRAIN_NEWS_S = 0.5
+SERVE_TURN_S = 1.0
 STANDBY_NEWS_S = 0.5
 ENGINE_WATCH_S = 1.0
 LEAVE_LIMIT_S = 3.0
@@ -105,7 +107,6 @@ class Life:
         self.ready_s: float | None = None
         self.up_s: float | None = None  # the start is over: it serves, or stands by
         self._drained = False
-        self._withdrawn = False
         self._wake = asyncio.Event()
         self._told_ready = False
         self._end: asyncio.Future[End] | None = None
@@ -119,8 +120,18 @@ class Life:
             readers_max=settings.transfer_readers_max,
             bytes_per_s=settings.transfer_bytes_per_s,
             token=settings.token,
+            ttft_target_s=settings.serving_ttft_s,
+            tpot_target_s=settings.serving_tpot_s,
             health=self._health,
             metrics=self.metrics,
+        )
+        self.giving = Giving(
+            settings,
+            incarnation=incarnation,
+            registry=registry,
+            transfer=self.transfer,
+            cache=cache,
+            clock=clock,
         )
         self.session = Session(
             router,
@@ -145,6 +156,7 @@ class Life:
             lease=self._lease,
             tell=self._tell,
             started=self.started,
+            give=self.giving.begin,
         )
         self._changing = Changing(
             start=self._start,
@@ -187,6 +199,7 @@ class Life:
         log.info("lease: epoch %d, ttl %.1f s", self.session.epoch, self._lease().ttl_s)
         self.background(self._keep_session())
         self.background(self._watch_engine())
+        self.background(self.giving.keep())
         await within(self._start.run(), limit_s=self.settings.start_limit_s, trace=self.trace)
         self.up_s = self._clock.monotonic_s()
         self._report_start()
@@ -201,22 +214,14 @@ class Life:
             self._on_ready(self)
 
     async def _serve(self) -> None:
-        """Announce the weights, keep announcing, and watch a drain until the end."""
-        arena = self.started.arena
-        announced_s: float | None = None
-        ttl_s = 0.0
-        if arena is not None and self._registry is not None:
-            self.transfer.offer(arena)
+        """Give weights beside serving, and watch a drain until the end."""
+        self.giving.poke()
+        self.background(Watch(self.engine.serving_times, self.transfer, self._clock).keep())
         while True:
-            now_s = self._clock.monotonic_s()
-            due = announced_s is None or now_s - announced_s >= max(1.0, ttl_s / 3)
-            if self.state in {State.DRAINING, State.FLIPPING}:
-                await self._drain_step(now_s)
-            elif due and arena is not None:
-                ttl_s, announced_s = await self._announce(), now_s
             drains = self.state in {State.DRAINING, State.FLIPPING}
-            turn_s = DRAIN_NEWS_S if drains else max(1.0, ttl_s / 6)
-            await self._or_wake(turn_s)
+            if drains:
+                await self._drain_step(self._clock.monotonic_s())
+            await self._or_wake(DRAIN_NEWS_S if drains else SERVE_TURN_S)
 
     async def _or_wake(self, seconds: float) -> None:
         waits = {
@@ -262,7 +267,7 @@ class Life:
         self.transfer.drain()
         had = self.session.lease is not None
         if self.state is not State.FENCED and had:
-            await self._quietly(self._withdraw(end.why))
+            await self._quietly(self.giving.withdraw(end.why))
             if failed:
                 await self._quietly(self._report_failure(end.why))
             await self._quietly(self._leave(end.why))
@@ -450,7 +455,7 @@ class Life:
         self.drain_until_s = self._clock.monotonic_s() + deadline_s
         self._tell(Event.DRAIN_ASKED)
         self.transfer.drain(limit_s=min(deadline_s, HAND_OVER_LIMIT_S))
-        self.background(self._quietly(self._withdraw(why)))
+        self.giving.poke()
         self._wake.set()
 
     async def _tell_router_of_drain(self) -> None:
@@ -485,49 +490,6 @@ class Life:
                 await work
         except (ReadyplaneError, TimeoutError, OSError) as error:
             log.warning("while ending: %s", str(error) or type(error).__name__)
-
-    # ----------------------------------------------------------------------- weights for others
-
-    def _sources(self) -> list[Source]:
-        arena = self.started.arena
-        if arena is None:
-            return []
-        digest = arena.manifest.digest
-        found = [
-            Source(
-                source_id=f"peer:{self.settings.worker_id}:{self.incarnation}",
-                digest=digest,
-                tier=WeightTier.L1_HOST,
-                url=f"{self.transfer.url}/v1/chunks/{digest}",
-                worker_id=self.settings.worker_id,
-                incarnation=self.incarnation,
-                node=self.settings.node,
-                readers_max=self.settings.transfer_readers_max,
-            )
-        ]
-        if self._cache is not None and self._cache.holds(arena.manifest):
-            found.append(cache_source(self._cache, digest, self.settings.node))
-        return found
-
-    async def _announce(self) -> float:
-        """Announce what we can give; returns the shortest ttl."""
-        ttl_s = 30.0
-        for source in self._sources():
-            try:
-                assert self._registry is not None
-                ttl_s = min(ttl_s, await self._registry.announce_source(source))
-            except ReadyplaneError as error:
-                log.warning("source %s not announced: %s", source.source_id, error)
-        return ttl_s
-
-    async def _withdraw(self, why: str) -> None:
-        """Take our own bytes back; the node's cache stays where it is."""
-        if self._registry is None or self._withdrawn:
-            return
-        for source in self._sources():
-            if source.worker_id:
-                await self._registry.withdraw_source(source.source_id, reason=why)
-        self._withdrawn = True
 
     # ----------------------------------------------------------------------- for people
 

@@ -1,9 +1,9 @@
 """Weights into the arena: streaming, verified chunk by chunk, within a byte budget (R10.3, R11).
 
-Owns the order of sources of one load and the rounds. Files of this machine come in the planned order;
-peers are read from several at once, those that still load among them, and storage only for what no
-peer can give (R8.4, R9.2, B125). A source that is dead, slow, busy, leaving or lying leads to
-others, which are asked for the missing chunks only. `reading` holds the leases, `fanout` says who
+Owns the order of sources of one load and the rounds. The registry's first source is the parent in
+the fan-out and may still be loading itself; idle peers that hold everything help beside it, and
+storage is asked only for what no peer can give (R8.4, R9.2, B125). A source that is dead, slow, busy,
+leaving or lying leads to others, which are asked for the missing chunks only. `reading` holds the leases, `fanout` says who
 gives what, `pipeline` brings and verifies it. Hands the filled arena to the engine, `transfer` and
 `cache`.
 """
@@ -24,7 +24,6 @@ from readyplane.ports import RankedSource, Registry, Source
 from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.chunk_order import VERIFIED
-from readyplane_agent.engines.layout import layout_digest
 from readyplane_agent.fanout import Fanout
 from readyplane_agent.pipeline import Pipeline
 from readyplane_agent.reading import Reader, Reading
@@ -48,6 +47,7 @@ REST_S = 0.5
 REST_MAX_S = 8.0
 # So long a load waits for a place at peers that are full before it asks storage.
 PLACE_WAIT_S = 2.0
+PLACE_TURN_S = 0.05
 
 
 class Loader:
@@ -79,7 +79,6 @@ class Loader:
     ) -> None:
         self._arena, self._registry, self._clock = arena, registry, clock
         self._reader, self._cache, self._limit_s = reader, cache, limit_s
-        self._layout = layout_digest(arena.manifest)
         pipeline = Pipeline(
             arena, clock=clock, staging_bytes=staging_bytes, connections=connections, cache=cache
         )
@@ -162,7 +161,6 @@ class Loader:
                 incarnation=me.incarnation,
                 node=me.node,
                 missing=self._missing(),
-                layout_digest=self._layout,
             )
         except (Unavailable, NoPair) as error:
             log.warning("planning again failed: %s", error)
@@ -230,11 +228,14 @@ class Loader:
                         return
                 else:
                     await asyncio.wait(
-                        crowd.running, timeout=every_s, return_when=asyncio.FIRST_COMPLETED
+                        crowd.running, timeout=PLAN_EVERY_S, return_when=asyncio.FIRST_COMPLETED
                     )
                     self._take_in(crowd)
                 now_s = self._clock.monotonic_s()
-                if now_s - planned_s < every_s:
+                wait_s = 0.0 if not crowd.running else every_s
+                if self._fanout.draining:
+                    wait_s = min(wait_s, PLAN_EVERY_S)
+                if now_s - planned_s < wait_s:
                     continue
                 planned_s, every_s = now_s, min(PLAN_EVERY_MAX_S, every_s * 1.5)
                 found = await self._plan()
@@ -249,21 +250,25 @@ class Loader:
                 self._take_in(crowd)
 
     def _join_more(self, crowd: Crowd) -> None:
-        """Begin to read from further sources, as many as there may be, in the planned order."""
+        """Begin to read from the first source of the plan that may be asked, if nobody gives.
+
+        Beside it from peers that hold everything and give to nobody: who is read from already has
+        a chain behind it, in which a newcomer's place is at the end (R8.4).
+        """
         now_s = self._clock.monotonic_s()
-        reading = {source.source_id for source, _ in crowd.running.values()}
         for source in crowd.known:
-            if len(crowd.running) >= SOURCES_MAX:
-                return
+            reading = {s.source_id for s, _ in crowd.running.values()}
             rests = crowd.rests.get(source.source_id, (0.0, 0.0))[0] > now_s
             lies = source.source_id in self._lying
             if source.source_id in reading or rests or lies or self._spared(source, crowd):
                 continue
+            stay = [name for name in reading if self._fanout.stays(name)]
+            idle = bool(source.worker_id) and not source.partial and source.readers == 0
+            if stay and (not idle or len(stay) >= SOURCES_MAX):
+                continue
             gone = threading.Event()
-            alone = len(crowd.known) == 1
-            task = asyncio.ensure_future(
-                self._reading.use(source, gone, connections=0 if alone else CONNECTIONS_EACH)
-            )
+            connections = CONNECTIONS_EACH if stay else 0
+            task = asyncio.ensure_future(self._reading.use(source, gone, connections=connections))
             crowd.running[task] = source, gone
 
     def _spared(self, source: Source, crowd: Crowd) -> bool:
@@ -280,7 +285,7 @@ class Loader:
         """Nobody gives now; True after a moment if a peer that is full may soon have a place."""
         if self._busy_s is None or self._clock.monotonic_s() - self._busy_s >= PLACE_WAIT_S:
             return False
-        await self._clock.sleep(ROUND_WAIT_S)
+        await self._clock.sleep(PLACE_TURN_S)
         return True
 
     def _take_in(self, crowd: Crowd) -> None:
@@ -292,12 +297,14 @@ class Loader:
             kind = "" if use.fault is None else use.fault.kind
             if kind in {"corrupt", "unfit"}:
                 self._lying.add(source.source_id)
-            if kind == "busy" and source.worker_id and not source.partial:
+            if kind == "busy" and source.worker_id:
                 self._busy_s = now_s if self._busy_s is None else self._busy_s
             elif use.bytes_read:
                 self._busy_s = None
             rest_s = crowd.rests.get(source.source_id, (0.0, 0.0))[1]
             rest_s = REST_S if use.bytes_read else min(REST_MAX_S, max(REST_S, rest_s * 2))
+            if kind == "busy":
+                rest_s = PLACE_TURN_S  # others have come first: the next plan says whom to ask
             crowd.rests[source.source_id] = now_s + rest_s, rest_s
 
 

@@ -196,6 +196,19 @@ def _pressures(pace: Pace, seen: Foreground, policy: PacingPolicy) -> Iterable[P
             yield Pressure(level, f"{name} is {value / baseline:.2f} of what it is without")
 
 
+def slo_share(seen: Foreground, policy: PacingPolicy) -> float | None:
+    """The larger of TTFT and TPOT as a share of its target; None where neither is known."""
+    shares = [
+        value / target
+        for value, target in (
+            (seen.ttft_s, policy.ttft_target_s),
+            (seen.tpot_s, policy.tpot_target_s),
+        )
+        if value is not None and target > 0
+    ]
+    return max(shares, default=None)
+
+
 def _level(ratio: float, low: float, high: float) -> float:
     return max(0.0, (ratio - low) / (high - low))
 

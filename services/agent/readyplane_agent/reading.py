@@ -151,6 +151,8 @@ class Reading:
             incarnation=me.incarnation,
             request_id=f"{me.incarnation}:{source.source_id}:{self._fetched.uses.index(use)}",
             source_incarnation=source.incarnation,
+            # Of many that planned at once one gets the place, the others read behind it.
+            readers_seen=source.readers if source.worker_id else None,
         )
         return got.transfer_id, got.ttl_s
 

@@ -49,6 +49,8 @@ HELP: Mapping[str, str] = {
     "read_connections": "connections to one source at once",
     "transfer_readers_max": "peers that may read our weights at once",
     "transfer_bytes_per_s": "most bytes per second given to peers; 0: no limit",
+    "serving_ttft_s": "time to first token that peers' reading must not endanger; 0: no target",
+    "serving_tpot_s": "time per output token that it must not endanger; 0: no slower than without",
     "fetch_limit_s": "give up fetching weights after this long",
     "stall_s": "a start without any progress for this long has failed",
     "start_limit_s": "a start that takes longer has failed",
@@ -93,6 +95,8 @@ class AgentSettings:
     read_connections: int = 4
     transfer_readers_max: int = 2
     transfer_bytes_per_s: float = 0.0
+    serving_ttft_s: float = 0.0
+    serving_tpot_s: float = 0.0
     fetch_limit_s: float = 1800.0
     stall_s: float = 60.0
     start_limit_s: float = 3600.0
@@ -206,7 +210,8 @@ def _checked(s: AgentSettings) -> AgentSettings:
         if getattr(s, name) < 1:
             raise InvalidField(_flag(name), getattr(s, name), "use a whole number from 1")
     _check_convertible(s)
-    for name in ("kv_tokens", "convertible_tpot_s", "transfer_readers_max", "transfer_bytes_per_s"):
+    from_zero = ("kv_tokens", "convertible_tpot_s", "serving_ttft_s", "serving_tpot_s")
+    for name in (*from_zero, "transfer_readers_max", "transfer_bytes_per_s"):
         if getattr(s, name) < 0:
             raise InvalidField(_flag(name), getattr(s, name), "use a number from 0")
     for name in ("fetch_limit_s", "stall_s", "start_limit_s", "drain_deadline_s"):

@@ -86,6 +86,7 @@ class Start:
     Args:
         settings, incarnation: who this is. registry: None for an attached engine without one.
         lease: the lease as it stands now. tell: lifecycle events. started: filled on the way.
+        give: offers an arena's chunks to others from now on.
     """
 
     def __init__(
@@ -103,11 +104,12 @@ class Start:
         lease: Callable[[], Lease],
         tell: Callable[[Event], None],
         started: Started,
+        give: Callable[[Arena], Awaitable[None]],
     ) -> None:
         self._s, self._incarnation = settings, incarnation
         self._registry_or_none, self._router, self._engine = registry, router, engine
         self._profile, self._cache, self._clock, self._trace = profile, cache, clock, trace
-        self._lease, self._tell, self._started = lease, tell, started
+        self._lease, self._tell, self._started, self._give = lease, tell, started, give
         self._loader: Loader | None = None
 
     @property
@@ -180,9 +182,10 @@ class Start:
     async def _load(self) -> None:
         with self._trace.span(SegmentName.ARTIFACT_DISCOVERY) as span:
             manifest, _ = await asyncio.gather(self._manifest(), self._rank("scheduled"))
-            plan = await self._plan(manifest)
             arena = Arena(manifest)
             self._started.manifest, self._started.arena = manifest, arena
+            await self._give(arena)  # before the plan: whoever plans later can read behind us
+            plan = await self._plan(manifest)
             span.detail = f"{manifest.digest}, {manifest.size_bytes / 1e6:.1f} MB, " + "; ".join(
                 f"{r.source.source_id}: {r.why}" for r in plan.sources[:4]
             )

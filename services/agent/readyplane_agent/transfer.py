@@ -49,7 +49,7 @@ class TransferServer:
         ttft_target_s, tpot_target_s: what the requests served here are promised; 0 for nothing.
 
     Attributes:
-        pace: the rate now and why. bytes_served: to peers. refused: answers above 399 by status.
+        pace: the rate now and why. seen: how requests fared lately. bytes_served: to peers. refused: answers above 399 by status.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class TransferServer:
             tpot_target_s=tpot_target_s,
         )
         self.pace = pacing.begin(self.policy, now_s=clock.monotonic_s())
+        self.seen = pacing.Foreground()
         self._offering: Offering | None = None
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -105,6 +106,11 @@ class TransferServer:
         return self._active > 0 or any(now_s - at < READS_ON_S for at in self._readers.values())
 
     @property
+    def slo_share(self) -> float | None:
+        """The larger of TTFT and TPOT as a share of its target, None when it is not known."""
+        return pacing.slo_share(self.seen, self.policy)
+
+    @property
     def draining(self) -> bool:
         """Whether newcomers are sent elsewhere."""
         return self._gone_s is not None
@@ -124,7 +130,7 @@ class TransferServer:
 
     def observe(self, seen: pacing.Foreground, *, given_bytes_per_s: float) -> None:
         """Take in how requests fared while so much went out; it sets the rate (R9.1)."""
-        before = self.pace.bytes_per_s
+        before, self.seen = self.pace.bytes_per_s, seen
         self.pace = pacing.observe(
             self.pace,
             seen,

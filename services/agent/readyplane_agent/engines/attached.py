@@ -20,6 +20,7 @@ from readyplane.core.worker import LoadReport, Serving
 from readyplane.kit.clock import Clock
 from readyplane_agent.engines.openai import OpenAiEngine, read_metrics
 from readyplane_agent.engines.port import EngineSpec, GenerateResult
+from readyplane_agent.pacing import ServingTimes
 
 POLL_S = 0.5
 GONE_AFTER_S = 20.0
@@ -160,6 +161,10 @@ class AttachedEngine:
             return replace(self._last, age_s=now_s - self._read_s)
         self._read_s, self._failing_since_s = now_s, None
         return self._last
+
+    async def serving_times(self) -> ServingTimes:
+        """What it has measured of its requests, as far as its metrics say."""
+        return await self._client.serving_times()
 
     async def generate(
         self,

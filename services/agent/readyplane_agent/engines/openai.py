@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from readyplane.core.errors import Unavailable
+from readyplane.core.errors import ReadyplaneError, Unavailable
 from readyplane.core.worker import LoadReport
 from readyplane_agent.engines.exchange import exchange, refused
 from readyplane_agent.engines.port import GenerateResult
+from readyplane_agent.pacing import ServingTimes
 
 SLEEP_STATE = "vllm:engine_sleep_state"
 KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
@@ -140,6 +141,21 @@ class OpenAiEngine:
             cached_tokens_total=_whole(m.get("vllm:prefix_cache_hits_total")),
             preemptions_total=_whole(m.get("vllm:num_preemptions_total")),
             iterations_total=_whole(m.get("vllm:iteration_tokens_total_count")),
+        )
+
+    async def serving_times(self) -> ServingTimes:
+        """What it has measured of its requests, by vLLM's names; unknown after a bad read."""
+        try:
+            m = read_metrics(await self.get("/metrics", timeout_s=5.0))
+        except ReadyplaneError:
+            return ServingTimes()
+        return ServingTimes(
+            ttft_sum_s=m.get("vllm:time_to_first_token_seconds_sum"),
+            ttft_count=m.get("vllm:time_to_first_token_seconds_count"),
+            tpot_sum_s=m.get("vllm:inter_token_latency_seconds_sum"),
+            tpot_count=m.get("vllm:inter_token_latency_seconds_count"),
+            kv_sum_s=m.get("vllm:nixl_xfer_time_seconds_sum"),
+            kv_bytes_sum=m.get("vllm:nixl_bytes_transferred_sum"),
         )
 
 

@@ -25,6 +25,7 @@ from readyplane_agent.engines.layout import (
     read_tensor_table,
     tensor_table_document,
 )
+from readyplane_agent.pacing import ServingTimes
 
 __all__ = [
     "ARENA_ALIGN_BYTES",
@@ -151,6 +152,12 @@ class EnginePort(Protocol):
 
     async def load_report(self) -> LoadReport:
         """What the engine says about its load. Never raises for one bad read: unknown is None."""
+        ...
+
+    async def serving_times(self) -> ServingTimes:
+        """What the engine has measured of its requests since its start, for the pace of what else
+        this machine does. Never raises for one bad read: unknown is None.
+        """
         ...
 
     async def generate(

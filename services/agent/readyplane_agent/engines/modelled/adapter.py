@@ -26,6 +26,7 @@ from readyplane.kit.clock import Clock, SystemClock
 from readyplane_agent.engines.openai import OpenAiEngine, read_metrics
 from readyplane_agent.engines.port import EngineSpec, GenerateResult
 from readyplane_agent.engines.vllm_events import KvEventReader
+from readyplane_agent.pacing import ServingTimes
 
 POLL_S = 0.05
 KILL_LIMIT_S = 5.0
@@ -270,6 +271,10 @@ class ModelledEngine:
             lateness_p99_s=_lateness_p99_s(page),
         )
         return self._load
+
+    async def serving_times(self) -> ServingTimes:
+        """What it has measured of its requests; nothing before it is ready."""
+        return ServingTimes() if self._client is None else await self._client.serving_times()
 
     async def generate(
         self,
