@@ -27,3 +27,5 @@ async def test_of_each_router_that_lives_its_last_word_is_kept_for_its_time(
     assert await shared_store.signals() == {"a": None}, (
         "its value has run out, the other one has gone"
     )
+    assert await shared_store.attend("a", ttl_s=0.0) == 0
+    assert await shared_store.signals() == {}, "it has ended"

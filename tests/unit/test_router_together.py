@@ -97,6 +97,56 @@ def test_a_router_that_ends_keeps_its_counts_and_loses_its_gauges() -> None:
     on_virtual_time(main, shared=True)
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 0.9])
+def test_a_router_that_ends_in_order_is_missed_by_nobody(after_s: float) -> None:
+    """Killed it would be: it may live and have work. Its last counts are told, and then it is gone."""
+
+    async def main(world: World) -> None:
+        a = await world.router()
+        await fleet(world, a)
+        b = await world.router()
+        await world.clock.sleep(3.0 + after_s)
+        await serve(b, "b1")
+        world._tasks.pop().cancel()  # b's housekeeping
+        await b.aclose()
+        counted = []
+        for _ in range(60):
+            told = await a.signals()
+            assert told.routers_missing == 0 and not told.fleet.degraded
+            counted.append(told.models[MODEL].arrivals_total if MODEL in told.models else 0)
+            await world.clock.sleep(0.25)
+        assert counted == sorted(counted) and counted[-1] == 1, "and nothing of it is lost"
+        assert a.link.routers == 1
+
+    on_virtual_time(main, shared=True)
+
+
+def test_a_router_that_follows_one_that_ended_is_alone_at_once() -> None:
+    async def main(world: World) -> None:
+        a = await world.router()
+        await world.clock.sleep(2.0)
+        world._tasks.pop().cancel()
+        await a.aclose()
+        await a.tick()  # one that was under way, or comes late, does not bring it back
+        b = await world.router()
+        await world.clock.sleep(1.5)
+        assert b.link.routers == 1 and (await b.signals()).routers_missing == 0
+
+    on_virtual_time(main, shared=True)
+
+
+def test_an_end_without_a_store_is_no_failure() -> None:
+    async def main(world: World) -> None:
+        store = FaultyStore(world.clock)
+        a = await world.router(store)
+        await world.router(store)
+        await world.clock.sleep(2.0)
+        store.away = True
+        await a.aclose()
+
+    on_virtual_time(main, shared=True)
+
+
 def test_a_router_that_tells_nothing_or_in_another_form_is_missing() -> None:
     async def main(world: World) -> None:
         a = await world.router()

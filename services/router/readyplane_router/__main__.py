@@ -88,7 +88,10 @@ async def serve(settings: RouterSettings) -> None:
             lean = LeanServer(rpc.lean_methods(service, clock), TokenCheck(settings.token))
             picking = listen(settings.host, settings.pick_port, "pick_port")
             background.append(partial(lean.run, picking))
-        await server.run(background)
+        try:
+            await server.run(background)
+        finally:
+            await service.aclose()
     finally:
         await store.aclose()
         await engine.dispose()

@@ -89,5 +89,6 @@ class EmbeddedRouter:
         await self.service.run()
 
     async def aclose(self) -> None:
-        """Close the connections; reservations still open run out at the store."""
+        """Tell of the end, and close; reservations still open run out at the store."""
+        await self.service.aclose()
         await self._store.aclose()

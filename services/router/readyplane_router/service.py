@@ -102,6 +102,7 @@ class RouterService:
         self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         self._unknown_models: dict[str, float] = {}
         self._other_refused = 0
+        self._ended = False
         self._fences = Fences()
         self.desks: dict[str, Desk] = {}
         self.roster = Roster()
@@ -149,8 +150,15 @@ class RouterService:
             await self._clock.sleep(self.policy.tick_s)
             await self.tick()
 
+    async def aclose(self) -> None:
+        """The end of this router, told to the others; nothing is done for it afterwards."""
+        self._ended = True
+        await self.together.end(began_s=self._began_s)
+
     async def tick(self) -> None:
         """One round of housekeeping."""
+        if self._ended:
+            return
         await self.members.tick()
         await self.members.look_after()
         if self.link.answering:

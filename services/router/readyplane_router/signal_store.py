@@ -17,6 +17,10 @@ class SignalStore(Protocol):
 
     shared: bool
 
+    async def attend(self, router_id: str, *, ttl_s: float) -> int:
+        """Say that this router lives, for so long; returns how many do. 0 s: it has ended."""
+        ...
+
     async def put_signals(self, router_id: str, packed: bytes, *, ttl_s: float) -> None:
         """Keep it, in the place of the one before."""
         ...
@@ -39,6 +43,7 @@ class MemorySignals:
         self._signal_clock = clock
 
     async def attend(self, router_id: str, *, ttl_s: float) -> int:
+        """See SignalStore."""
         now_s = self._signal_clock.monotonic_s()
         self._routers[router_id] = now_s + ttl_s
         self._routers = {k: until for k, until in self._routers.items() if until > now_s}

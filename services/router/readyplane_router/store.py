@@ -113,10 +113,6 @@ class Store(RationStore, SignalStore, Protocol):
         """Which life of which server answers: another one after a restart or a fail-over."""
         ...
 
-    async def attend(self, router_id: str, *, ttl_s: float) -> int:
-        """Say that this router lives; returns how many do."""
-        ...
-
     async def fence(self, model: str, leader_epoch: int) -> int:
         """The greatest number of a leader that any router has seen of the model, with this one."""
         ...

@@ -2,6 +2,7 @@
 
 Owns the way of each router's word through the store, every round, while there are several; merging
 is `pooling`'s. A word is worth `TTL_ROUNDS` rounds; whose is older is not heard, and that is said.
+Who ends in order says a last word, which is heard for as long as it is taken to live.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
+from readyplane.core.errors import Unavailable
 from readyplane.core.worker import Fleet
 from readyplane.kit.clock import Clock
 from readyplane.ports import ModelSignals
@@ -24,6 +26,8 @@ from readyplane_router.signal_store import SignalStore
 
 TTL_ROUNDS = 3
 """One word that was lost, or came late, does no harm."""
+LAST_ROUNDS = 2
+"""So long one that has ended is taken to live: the others hear its last word within a round."""
 NAMED_MAX = 4
 FORM = 1
 """Of what is packed. Another form is not read: its router is not heard."""
@@ -68,10 +72,7 @@ class Together:
         if not self._store.shared or self._link.routers < 2:
             self._living = ()
             return
-        now_s = self._clock.monotonic_s()
-        models = tuple([model_signals(desk, now_s) for desk in self._desks.values()])
-        packed = _encode(Told(FORM, now_s - began_s, models))
-        await self._store.put_signals(self._own, packed, ttl_s=self._ttl_s)
+        await self._tell(began_s, ttl_s=self._ttl_s)
         kept = await self._store.signals()
         now_s = self._clock.monotonic_s()
         self._living = tuple(sorted(router_id for router_id in kept if router_id != self._own))
@@ -82,6 +83,28 @@ class Together:
                 told_s = now_s - max(0.0, self._ttl_s - value[1])
                 self._others.hear(router_id, told, told_s=told_s, now_s=now_s, began_s=began_s)
         self._say(now_s)
+
+    async def end(self, *, began_s: float) -> None:
+        """This router ends: its last word, and that it does not live for long any more.
+
+        Without that it would be missed, as one is that was killed. A store that is away is let be.
+        """
+        if not self._store.shared:
+            return
+        alone = self._link.routers < 2
+        try:
+            if not alone:  # it stays fresh for as long as this router is counted
+                await self._tell(began_s, ttl_s=2 * self._ttl_s)
+            last_s = 0.0 if alone else LAST_ROUNDS * self._ttl_s / TTL_ROUNDS
+            await self._store.attend(self._own, ttl_s=last_s)
+        except Unavailable as error:
+            log.warning("the others are not told of this end", extra={"error": str(error)})
+
+    async def _tell(self, began_s: float, *, ttl_s: float) -> None:
+        now_s = self._clock.monotonic_s()
+        models = tuple([model_signals(desk, now_s) for desk in self._desks.values()])
+        packed = _encode(Told(FORM, now_s - began_s, models))
+        await self._store.put_signals(self._own, packed, ttl_s=ttl_s)
 
     def merged(
         self, own: Mapping[str, ModelSignals], *, now_s: float, model: str = ""
