@@ -17,6 +17,7 @@ from readyplane.core.errors import (
     NotFound,
     Overloaded,
     Refused,
+    StaleEpoch,
     UnknownField,
 )
 from readyplane.core.identity import FileEntry, Manifest
@@ -27,7 +28,7 @@ from readyplane.kit.clock import SystemClock
 from readyplane.kit.database import async_engine, migrate
 from readyplane.kit.redis import connect
 from readyplane.kit.rpc import Guard
-from readyplane.ports import Registry, Source
+from readyplane.ports import Registry, Source, StartNode
 from readyplane_registry import rpc
 from readyplane_registry.blob_files import FileBlobs
 from readyplane_registry.blobs import MemoryBlobs
@@ -418,3 +419,81 @@ async def test_bad_sources_and_transfers_are_refused_naming_the_field(world: Wor
         await release("t", transferred_bytes=0, elapsed_s=-1.0)
     assert await release("unknown", transferred_bytes=0, elapsed_s=0.0) is False
     await world.registry.withdraw_source("unknown")
+
+
+# ------------------------------------------------------------ who still loads, and where to start
+
+
+async def test_a_starter_reads_behind_another_and_says_what_it_misses(world: World) -> None:
+    digest = await world.publish("chain")
+    planned = world.registry.plan_fetch
+
+    async def starts(name: str) -> Source:
+        own = Source(
+            name, digest, WeightTier.L1_HOST, f"http://10.0.0.1/{name}", name, f"{name}-1",
+            partial=True,
+        )  # fmt: skip
+        await world.registry.announce_source(own)
+        return own
+
+    first, second = await starts("s1"), await starts("s2")
+    plan = await planned(digest, worker_id="s1", incarnation="s1-1", node="")
+    assert [r.source.source_id for r in plan.sources] == [STORAGE]
+    assert any("from whom is not known" in told for told in plan.excluded)
+    at_storage = await world.registry.acquire_transfer(
+        STORAGE, digest, worker_id="s1", incarnation="s1-1", request_id="1", readers_seen=0
+    )
+    assert (at_storage.readers, at_storage.source_incarnation) == (1, "")
+    with pytest.raises(Overloaded, match="plan anew"):
+        await world.registry.acquire_transfer(
+            STORAGE, digest, worker_id="s2", incarnation="s2-1", request_id="2", readers_seen=0
+        )
+    plan = await planned(digest, worker_id="s2", incarnation="s2-1", node="")
+    assert [r.source.source_id for r in plan.sources] == ["s1", STORAGE]
+    behind = plan.sources[0]
+    assert behind.source.partial and behind.gives == () and behind.complete_in_s is not None
+    assert plan.sources[1].gives == ((0, 1),) and plan.sources[1].complete_in_s is None
+    taken = await world.registry.acquire_transfer(
+        "s1", digest, worker_id="s2", incarnation="s2-1", request_id="3",
+        source_incarnation=first.incarnation, readers_seen=behind.source.readers,
+    )  # fmt: skip
+    assert taken.source_incarnation == "s1-1" and taken.layout_digest == ""
+    plan = await planned(digest, worker_id="s1", incarnation="s1-1", node="")
+    assert any("it reads from the target itself" in told for told in plan.excluded)
+    await world.registry.announce_source(replace(first, held=((0, 1),)))
+    plan = await planned(digest, worker_id="s3", incarnation="s3-1", node="", missing=((0, 5),))
+    assert {r.source.source_id: r.gives for r in plan.sources}["s1"] == ((0, 1),)
+    with pytest.raises(InvalidField, match="missing"):
+        await planned(digest, worker_id="s3", incarnation="s3-1", node="", missing=((7, 9),))
+    with pytest.raises(StaleEpoch):
+        await world.registry.acquire_transfer(
+            "s1", digest, worker_id="s4", incarnation="s4-1", request_id="4",
+            source_incarnation="s1-0",
+        )  # fmt: skip
+    with pytest.raises(IdentityMismatch, match="layout_digest"):
+        await world.registry.acquire_transfer(
+            "s1", digest, worker_id="s4", incarnation="s4-1", request_id="4", layout_digest="p/1"
+        )
+    await world.registry.announce_source(replace(second, draining=True))
+    plan = await planned(digest, worker_id="s3", incarnation="s3-1", node="")
+    assert any("s2: it leaves" in told for told in plan.excluded)
+
+
+async def test_starts_are_placed_over_nodes_and_sources(world: World) -> None:
+    digest = await world.publish("placed")
+    await world.registry.announce_source(
+        Source("w1", digest, WeightTier.L1_HOST, "http://10.0.0.1/w1", "w1", "w1-1", "n1")
+    )
+    nodes = [StartNode("n1", queue_s=1.0, runtime_init_s=5.0), StartNode("n2", "r", 0.0, None, 1e3)]
+    found = await world.registry.place_start(digest, nodes=nodes, starts=3)
+    assert [choice.node for choice in found.choices] == ["n2", "n1"]
+    first = found.choices[0]
+    assert first.total_s == pytest.approx(first.queue_s + first.artifact_s + 5.0)
+    assert "runtime init 5.00 (as elsewhere)" in first.why and first.source.source_id == "w1"
+    assert [choice.node for choice in found.alternatives] == ["n1"]
+    assert any("start 3 of 3: no node has a place" in told for told in found.excluded)
+    for wrong in ([], [StartNode("n1"), StartNode("n1")], [StartNode("n1", queue_s=-1.0)]):
+        with pytest.raises(InvalidField, match="nodes"):
+            await world.registry.place_start(digest, nodes=wrong)
+    with pytest.raises(InvalidField, match="starts"):
+        await world.registry.place_start(digest, nodes=nodes, starts=-1)

@@ -9,13 +9,13 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from readyplane.core.errors import Conflict, NotFound, Overloaded, StaleEpoch
+from readyplane.core.errors import Conflict, IdentityMismatch, NotFound, Overloaded, StaleEpoch
 from readyplane.core.identity import Manifest, canonical
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import SystemClock
 from readyplane.kit.database import async_engine, migrate
 from readyplane.kit.redis import connect
-from readyplane.ports import Source
+from readyplane.ports import Source, Transfer
 from readyplane_registry.live import LiveStore, MemoryLive, Place, Report
 from readyplane_registry.postgres import PostgresCatalog
 from readyplane_registry.redis import RedisLive
@@ -422,3 +422,112 @@ async def test_a_readers_accusations_of_others_are_remembered(live: LiveStore) -
         counts.append(found.accused_before)
         await live.release(taken.transfer_id, Report(0, 0.0, accuse=True))
     assert counts == [0, 1, 2]
+
+
+# --------------------------------------------------- leases with life and layout, and who is behind
+
+
+async def test_a_place_tells_the_life_and_layout_and_refuses_another(live: LiveStore) -> None:
+    await live.announce(source(layout_digest="packed/2"), ttl_s=30)
+    with pytest.raises(IdentityMismatch, match="layout_digest: needed as in the manifest, found p"):
+        await live.acquire(place())
+    with pytest.raises(StaleEpoch) as caught:
+        await live.acquire(place(source_incarnation="w1-life-0", layout_digest="packed/2"))
+    assert caught.value.found == "w1-life-1"
+    mine = place(source_incarnation="w1-life-1", layout_digest="packed/2")
+    for _taken_and_renewed in range(2):
+        taken = await live.acquire(mine)
+        assert (taken.source_incarnation, taken.layout_digest) == ("w1-life-1", "packed/2")
+        assert taken.readers == 1
+    await live.announce(source(incarnation="w1-life-2", layout_digest="packed/2"), ttl_s=30)
+    with pytest.raises(StaleEpoch):
+        await live.acquire(mine)
+    assert await live.readers("w1") == 0, "the places of the earlier life are gone"
+
+
+async def test_of_many_that_planned_at_once_one_comes_in_and_the_others_plan_anew(
+    live: LiveStore,
+) -> None:
+    await live.announce(source(readers_max=8), ttl_s=30)
+    answers = await asyncio.gather(
+        *(live.acquire(place(reader=f"r{i}", readers_seen=0)) for i in range(12)),
+        return_exceptions=True,
+    )
+    assert sum(not isinstance(a, BaseException) for a in answers) == 1
+    late = [a for a in answers if isinstance(a, Overloaded)]
+    assert len(late) == 11 and all("plan anew" in str(a) for a in late)
+    assert all(0 < (a.retry_after_s or 0) < 0.1 for a in late)
+    assert (await live.acquire(place(reader="r99", readers_seen=1))).readers == 2
+
+
+async def test_a_leaving_source_keeps_its_readers_and_takes_no_new_ones(live: LiveStore) -> None:
+    await live.announce(source(), ttl_s=30)
+    first = await live.acquire(place())
+    await live.announce(source(draining=True), ttl_s=30)
+    assert (await live.acquire(place())).transfer_id == first.transfer_id, "renewed"
+    with pytest.raises(Overloaded, match="it leaves"):
+        await live.acquire(place(reader="r2"))
+    assert await live.readers("w1") == 1
+
+
+async def test_readers_never_read_from_one_another_in_a_circle(live: LiveStore) -> None:
+    await live.announce(source("root"), ttl_s=30)
+    for name in ("a", "b", "c"):
+        await live.announce(source(name, partial=True), ttl_s=30)
+
+    async def reads(reader: str, name: str) -> Transfer:
+        return await live.acquire(place(name, reader, f"{reader}-{name}"))
+
+    await reads("b", "a")
+    last = await reads("c", "b")
+    seen = {held.source.source_id: held.reads_from for held in await live.sources(DIGEST)}
+    assert seen == {"root": (), "a": (), "b": ("a",), "c": ("b",)}
+    for reader, name in (("a", "b"), ("a", "c"), ("a", "a")):
+        with pytest.raises(Overloaded, match="reads from this reader"):
+            await reads(reader, name)
+    await reads("a", "root")
+    await live.release(last.transfer_id, Report(0, 0.0))
+    assert (await live.sources(DIGEST))[2].reads_from == (), "c reads from nobody any more"
+    await reads("a", "c")
+    await live.announce(source("a", held=((0, 7),), partial=True), ttl_s=30)
+    held = {one.source.source_id: one.source for one in await live.sources(DIGEST)}
+    assert held["a"].held == ((0, 7),) and held["a"].readers == 1, "it got on and keeps its readers"
+
+
+async def test_a_place_at_one_that_still_loads_says_nothing_of_bandwidth(live: LiveStore) -> None:
+    await live.announce(source(partial=True), ttl_s=30)
+    taken = await live.acquire(place())
+    await live.release(taken.transfer_id, Report(100 * MEBI, 10.0))
+    assert await live.tiers() == {} and (await live.sources(DIGEST))[0].measured.samples == 0
+
+
+async def test_a_serving_source_gives_at_the_rate_that_serving_leaves(live: LiveStore) -> None:
+    await live.announce(source(bandwidth_bytes_per_s=1e9), ttl_s=30)
+    assert (await live.acquire(place())).bytes_per_s == 0.0
+    await live.announce(source(bandwidth_bytes_per_s=1e9, slo_share=0.825), ttl_s=30)
+    assert (await live.acquire(place())).bytes_per_s == pytest.approx(0.5e9)
+    assert (await live.acquire(place(reader="r2"))).bytes_per_s == pytest.approx(0.25e9)
+
+
+async def test_barred_again_means_barred_for_longer_and_each_bar_is_told(live: LiveStore) -> None:
+    await live.announce(source(), ttl_s=30)
+    for round_ in range(3):
+        taken = await live.acquire(place(request=f"q{round_}"))
+        await live.release(taken.transfer_id, Report(0, 0.0, bar_s=0.05, reason=f"lied {round_}"))
+        (held,) = await live.sources(DIGEST)
+        assert 0.025 * 2**round_ < held.barred_for_s <= 0.05 * 2**round_
+        await asyncio.sleep(held.barred_for_s + 0.02)
+    told = await live.bars()
+    assert [(b.reason, b.bar_s) for b in told[:3]] == [
+        ("lied 2", 0.2),
+        ("lied 1", 0.1),
+        ("lied 0", 0.05),
+    ]
+    latest = told[0]
+    assert (latest.source_id, latest.source_incarnation, latest.reader, latest.digest) == (
+        "w1",
+        "w1-life-1",
+        "r1",
+        DIGEST,
+    )
+    assert 0 <= latest.ago_s < 5 and latest.tier is WeightTier.L1_HOST

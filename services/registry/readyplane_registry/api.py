@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 
 from readyplane.core.errors import InvalidField, UnknownField
 from readyplane.core.identity import Manifest
-from readyplane.ports import ManifestSummary, Tag
+from readyplane.ports import ManifestSummary, StartNode, Tag
 from readyplane_registry.catalog import MANIFEST_BYTES_MAX, object_document
 from readyplane_registry.service import RegistryService
 
@@ -49,10 +49,34 @@ class TagBody(BaseModel):
     force: bool = False
 
 
+class NodeBody(BaseModel):
+    """A node where a worker could start; see `readyplane.ports.StartNode`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    node: str
+    rack: str = ""
+    queue_s: float = 0.0
+    runtime_init_s: float | None = None
+    ingress_bytes_per_s: float = 0.0
+    places: int = 1
+
+
+class PlaceBody(BaseModel):
+    """How many workers are to start, and on which nodes they could."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    nodes: list[NodeBody]
+    starts: int = 1
+    layout_digest: str = ""
+
+
 def routes(service: RegistryService) -> APIRouter:
     """The routes of artifacts, tags and resolving."""
     router = APIRouter(prefix="/v1", tags=["registry"])
     _add_artifacts(router, service)
+    _add_sources(router, service)
     _add_tags(router, service)
     return router
 
@@ -109,6 +133,28 @@ def _add_artifacts(router: APIRouter, service: RegistryService) -> None:
             {**asdict(r.source), "predicted_s": r.predicted_s, "why": r.why} for r in found.sources
         ]
         return {"digest": digest, "sources": sources, "excluded": list(found.excluded)}
+
+
+def _add_sources(router: APIRouter, service: RegistryService) -> None:
+    @router.get("/artifacts/{digest}/sources")
+    async def list_sources(digest: str) -> dict[str, Any]:
+        """Who holds the bytes now, who reads from whom, and who is not offered, with the reason."""
+        found = await service.sources_of(digest)
+        return {"digest": digest, "sources": [asdict(held) for held in found]}
+
+    @router.get("/sources/bars")
+    async def list_bars() -> dict[str, Any]:
+        """Which sources were not offered for a while, on whose word and why, newest first."""
+        return {"bars": [asdict(record) for record in await service.bars()]}
+
+    @router.post("/artifacts/{digest}/place")
+    async def place(digest: str, body: PlaceBody) -> dict[str, Any]:
+        """Where to start next, over nodes and sources; a read."""
+        nodes = [StartNode(**node.model_dump()) for node in body.nodes]
+        found = await service.place_start(
+            digest, nodes=nodes, starts=body.starts, layout_digest=body.layout_digest
+        )
+        return {"digest": digest, **asdict(found)}
 
 
 def _add_tags(router: APIRouter, service: RegistryService) -> None:

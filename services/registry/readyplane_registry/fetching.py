@@ -8,23 +8,50 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
-from urllib.parse import urlsplit
 
-from readyplane.core.errors import InvalidField, NotFound, Unavailable
+from readyplane.core.chunks import ChunkRanges, ChunkTable, common
+from readyplane.core.errors import (
+    IdentityMismatch,
+    InvalidField,
+    NotFound,
+    Overloaded,
+    StaleEpoch,
+    Unavailable,
+)
 from readyplane.core.identity import Manifest, check_digest
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import Clock
-from readyplane.ports import FetchPlan, RankedSource, Source, Transfer
-from readyplane_registry import sources
+from readyplane.ports import (
+    FetchPlan,
+    Source,
+    StartNode,
+    StartPlacement,
+    Transfer,
+)
+from readyplane_registry import placement, sources
 from readyplane_registry.blobs import Blobs
-from readyplane_registry.live import LiveSource, LiveStore, MemoryLive, Place, Report
+from readyplane_registry.live import (
+    BarRecord,
+    LiveSource,
+    LiveStore,
+    MemoryLive,
+    Place,
+    Report,
+)
+from readyplane_registry.offers import (
+    Known,
+    check_name,
+    check_nodes,
+    check_source,
+    ranked_source,
+    start_choice,
+)
 from readyplane_registry.sources import Candidate, SourcePolicy, Target
 
 log = logging.getLogger(__name__)
-NAME_CHARS_MAX = 200
 
 
 class Tally(Protocol):
@@ -50,12 +77,14 @@ class RegistryPolicy:
         source_ttl_s: an announcement counts this long unless repeated.
         transfer_ttl_s: a reader's place counts this long unless renewed.
         storage_readers_max: readers' places at the registry's own byte store.
+        storage_tier: L4 for an object store, L3 for a mount that all nodes have.
         ranking: how sources are ranked and judged.
     """
 
     source_ttl_s: float = 15.0
     transfer_ttl_s: float = 15.0
     storage_readers_max: int = 8
+    storage_tier: WeightTier = WeightTier.L4_OBJECT
     ranking: SourcePolicy = sources.DEFAULT_POLICY
 
 
@@ -95,25 +124,87 @@ class Fetching:
             InvalidField: a field is wrong. NotFound: no such manifest.
             StaleEpoch: a later life of this source has announced itself.
         """
-        _check_source(source)
+        check_source(source)
         await self._manifest_of(source.digest)
         await self._live.announce(replace(source, readers=0), ttl_s=self._policy.source_ttl_s)
         return self._policy.source_ttl_s
 
     async def withdraw(self, source_id: str, *, reason: str = "") -> None:
         """Take a source back at once; its readers lose their places at their next renewal."""
-        _check_name("source_id", source_id)
+        check_name("source_id", source_id)
         if await self._live.withdraw(source_id):
             log.info("source withdrawn", extra={"source": source_id, "why": reason[:200]})
 
-    async def plan(self, digest: str, *, worker_id: str, incarnation: str, node: str) -> FetchPlan:
+    async def plan(
+        self,
+        digest: str,
+        *,
+        worker_id: str,
+        incarnation: str,
+        node: str,
+        missing: ChunkRanges = (),
+        rack: str = "",
+        layout_digest: str = "",
+    ) -> FetchPlan:
         """Sources for one target, best first. Raises NotFound, InvalidField."""
         manifest = await self._manifest_of(digest)
+        table = ChunkTable(manifest)
+        wanted = common(missing, table.whole) if missing else table.whole
+        if missing and not wanted:
+            raise InvalidField("missing", missing[:3], f"name chunks below {table.total}")
+        size_bytes = table.size_bytes(wanted)
+        known = await self._known(manifest)
+        ranking = sources.rank(
+            known.candidates(table, wanted),
+            target=Target(
+                worker_id,
+                incarnation,
+                node,
+                rack,
+                layout_digest,
+                min(manifest.chunk_bytes, size_bytes),
+            ),
+            size_bytes=size_bytes,
+            tiers=known.tiers,
+            policy=self._policy.ranking,
+        )
+        return FetchPlan(
+            tuple(ranked_source(r, digest, wanted) for r in ranking.sources),
+            known.excluded + ranking.excluded,
+            ranking.retry_after_s,
+        )
+
+    async def place_start(
+        self, digest: str, *, nodes: Sequence[StartNode], starts: int = 1, layout_digest: str = ""
+    ) -> StartPlacement:
+        """Where to start next, over (node, source). Raises NotFound, InvalidField."""
+        check_nodes(nodes, starts)
+        manifest = await self._manifest_of(digest)
+        table = ChunkTable(manifest)
+        known = await self._known(manifest)
+        found = placement.place(
+            nodes,
+            lambda _node: known.candidates(table, table.whole),
+            starts=starts,
+            size_bytes=manifest.size_bytes,
+            chunk_bytes=min(manifest.chunk_bytes, manifest.size_bytes),
+            layout_digest=layout_digest,
+            tiers=known.tiers,
+            policy=self._policy.ranking,
+        )
+        return StartPlacement(
+            tuple(start_choice(start, digest) for start in found.starts),
+            tuple(start_choice(start, digest) for start in found.alternatives),
+            known.excluded + found.excluded,
+        )
+
+    async def _known(self, manifest: Manifest) -> Known:
+        """What is known of the sources of an artifact now."""
         excluded: list[str] = []
-        candidates: list[Candidate] = []
+        live: list[LiveSource] = []
         tiers: Mapping[WeightTier, sources.Bandwidth] = {}
         try:
-            candidates += [_candidate(held) for held in await self._live.sources(digest)]
+            live = await self._live.sources(manifest.digest)
             tiers = await self._live.tiers()
         except Unavailable as error:
             self._tally.count("degraded", what="plan")
@@ -121,19 +212,17 @@ class Fetching:
         storage = await self._storage(manifest, tiers)
         if isinstance(storage, str):
             excluded.append(f"{self._storage_id}: {storage}")
-        else:
-            candidates.append(storage)
-        ranking = sources.rank(
-            candidates,
-            target=Target(worker_id, incarnation, node),
-            size_bytes=manifest.size_bytes,
-            tiers=tiers,
-            policy=self._policy.ranking,
-        )
-        return FetchPlan(
-            tuple(RankedSource(_source(r, digest), r.predicted_s, r.why) for r in ranking.sources),
-            tuple(excluded) + ranking.excluded,
-        )
+            return Known(tuple(live), None, tiers, tuple(excluded))
+        return Known(tuple(live), storage, tiers, tuple(excluded))
+
+    async def sources_of(self, digest: str) -> list[LiveSource]:
+        """Sources of an artifact as they are now, the barred ones with the reason."""
+        check_digest(digest)
+        return await self._live.sources(digest)
+
+    async def bars(self) -> list[BarRecord]:
+        """Why sources were not offered lately, newest first."""
+        return await self._live.bars()
 
     async def _storage(
         self, manifest: Manifest, tiers: Mapping[WeightTier, sources.Bandwidth]
@@ -151,10 +240,10 @@ class Fetching:
             readers = await self._alone.readers(self._storage_id)
         return Candidate(
             source_id=self._storage_id,
-            tier=WeightTier.L4_OBJECT,
+            tier=self._policy.storage_tier,
             url=f"{url}/{manifest.digest}",
             storage=True,
-            measured=tiers.get(WeightTier.L4_OBJECT, sources.UNMEASURED),
+            measured=tiers.get(self._policy.storage_tier, sources.UNMEASURED),
             readers=readers,
             readers_max=self._policy.storage_readers_max,
         )
@@ -162,21 +251,34 @@ class Fetching:
     # ------------------------------------------------------------------------------- transfers
 
     async def acquire(
-        self, source_id: str, digest: str, *, worker_id: str, incarnation: str, request_id: str
+        self,
+        source_id: str,
+        digest: str,
+        *,
+        worker_id: str,
+        incarnation: str,
+        request_id: str,
+        source_incarnation: str = "",
+        layout_digest: str = "",
+        readers_seen: int | None = None,
     ) -> Transfer:
         """Reserve a reader's place, or renew it with the same request_id.
 
         Raises:
-            Overloaded: the source is full or barred; `retry_after_s` says for how long.
+            Overloaded: the source is full, barred, leaves, or busier than planned;
+                `retry_after_s` says when to try or plan again.
             NotFound: the source is gone, or holds another artifact.
+            StaleEpoch, IdentityMismatch: it is another life, or another layout, than expected.
         """
+        if readers_seen is not None and readers_seen < 0:
+            raise InvalidField("readers_seen", readers_seen, "give a number from 0, or none")
         for field, value in (
             ("source_id", source_id),
             ("worker_id", worker_id),
             ("incarnation", incarnation),
             ("request_id", request_id),
         ):
-            _check_name(field, value)
+            check_name(field, value)
         manifest = await self._manifest_of(digest)
         storage = sources.is_storage(source_id)
         if storage and source_id != self._storage_id:
@@ -190,16 +292,27 @@ class Fetching:
             transfer_id=self._make_id(),
             ttl_s=self._policy.transfer_ttl_s,
             readers_max=self._policy.storage_readers_max if storage else None,
-            tier=WeightTier.L4_OBJECT if storage else WeightTier.UNKNOWN,
+            tier=self._policy.storage_tier if storage else WeightTier.UNKNOWN,
+            source_incarnation="" if storage else source_incarnation,
+            layout_digest="" if storage else layout_digest,
+            readers_seen=readers_seen,
         )
         try:
-            return await self._live.acquire(place)
+            return await self._acquire(place)
         except Unavailable:
             if not storage:
                 raise
             # Storage is the last fallback also without the live store, within a bound of its own.
             self._tally.count("degraded", what="transfer")
             return await self._alone.acquire(place)
+
+    async def _acquire(self, place: Place) -> Transfer:
+        """Take the place; who is turned away is counted by the reason."""
+        try:
+            return await self._live.acquire(place)
+        except (Overloaded, StaleEpoch, IdentityMismatch, NotFound) as error:
+            self._tally.count("places_refused", why=type(error).__name__)
+            raise
 
     async def release(
         self, transfer_id: str, *, transferred_bytes: int, elapsed_s: float, failure: str = ""
@@ -212,7 +325,7 @@ class Fetching:
         Raises:
             InvalidField: bytes or seconds are negative or not finite.
         """
-        _check_name("transfer_id", transfer_id)
+        check_name("transfer_id", transfer_id)
         if not 0 <= transferred_bytes < 2**63:
             raise InvalidField("transferred_bytes", transferred_bytes, "use a number from 0")
         if not (math.isfinite(elapsed_s) and elapsed_s >= 0):
@@ -245,6 +358,8 @@ class Fetching:
         self._tally.count("transferred_bytes", float(transferred_bytes), tier=tier)
         if verdict.outcome == "corrupt" and sources.is_storage(record.source_id):
             self._doubt(record.digest)
+        if released.barred:
+            self._tally.count("bars", tier=tier, outcome=verdict.outcome)
         quarantined = verdict.quarantine and released.barred
         if quarantined:
             self._tally.count("quarantines", tier=tier)
@@ -258,74 +373,3 @@ class Fetching:
     async def counts(self) -> tuple[int, int]:
         """(live sources, readers' places taken) now, for the gauges."""
         return await self._live.count()
-
-
-def _check_name(field: str, value: str) -> None:
-    if not 0 < len(value) <= NAME_CHARS_MAX or not value.isprintable() or "|" in value:
-        raise InvalidField(field, value, "give 1 to 200 printable characters without |")
-
-
-def _check_source(source: Source) -> None:
-    _check_name("source.source_id", source.source_id)
-    if sources.is_storage(source.source_id):
-        raise InvalidField("source.source_id", source.source_id, "leave storage: to the registry")
-    check_digest(source.digest, where="source.digest")
-    if source.tier is WeightTier.UNKNOWN:
-        raise InvalidField("source.tier", str(source.tier), "name the tier, L0 to L4")
-    for field, text in (
-        ("incarnation", source.incarnation),
-        ("worker_id", source.worker_id),
-        ("node", source.node),
-    ):
-        if text:
-            _check_name(f"source.{field}", text)
-    parts = urlsplit(source.url)
-    secret = parts.username or parts.password or parts.query or parts.fragment
-    known = parts.scheme in {"http", "https"} and parts.hostname
-    if secret or not (known or (parts.scheme == "file" and parts.path.startswith("/"))):
-        raise InvalidField(
-            "source.url",
-            source.url.partition("?")[0].rpartition("@")[2],
-            "give http://HOST:PORT/PATH or file:///FOLDER, without credentials or query",
-        )
-    if not 1 <= source.readers_max <= 1024:
-        raise InvalidField("source.readers_max", source.readers_max, "use 1 to 1024")
-    rate = source.bandwidth_bytes_per_s
-    if not (math.isfinite(rate) and rate >= 0):
-        raise InvalidField("source.bandwidth_bytes_per_s", rate, "use a finite number from 0")
-
-
-def _candidate(held: LiveSource) -> Candidate:
-    source = held.source
-    return Candidate(
-        source_id=source.source_id,
-        tier=source.tier,
-        url=source.url,
-        worker_id=source.worker_id,
-        incarnation=source.incarnation,
-        node=source.node,
-        announced_bytes_per_s=source.bandwidth_bytes_per_s,
-        measured=held.measured,
-        readers=held.readers,
-        readers_max=source.readers_max,
-        announced_ago_s=held.announced_ago_s,
-        expires_in_s=held.expires_in_s,
-        barred=held.barred,
-        barred_for_s=held.barred_for_s,
-    )
-
-
-def _source(ranked: sources.Ranked, digest: str) -> Source:
-    candidate = ranked.candidate
-    return Source(
-        source_id=candidate.source_id,
-        digest=digest,
-        tier=candidate.tier,
-        url=candidate.url,
-        worker_id=candidate.worker_id,
-        incarnation=candidate.incarnation,
-        node=candidate.node,
-        bandwidth_bytes_per_s=ranked.bandwidth_bytes_per_s,
-        readers=candidate.readers,
-        readers_max=candidate.readers_max,
-    )

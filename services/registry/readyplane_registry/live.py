@@ -2,8 +2,9 @@
 
 Owns the promises of the live store: an announcement expires by the store's own clock (B152), an
 earlier life of a source cannot speak for a later one (B144, B146), a reader's place is taken and
-given back in one step and only by its owner (B145), and nothing is kept for ever. Handed to the
-service; `redis` keeps the same promises, and one contract suite holds both to them.
+given back in one step and only by its owner (B145), readers never read from one another in a
+circle, and nothing is kept for ever. Handed to the service; `redis` keeps the same promises, and
+one contract suite holds both to them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from readyplane.core.errors import NotFound, Overloaded, StaleEpoch
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import Clock
 from readyplane.ports import Source, Transfer
-from readyplane_registry.sources import UNMEASURED, Bandwidth, learn, sample
+from readyplane_registry.refusals import (
+    earlier_life,
+    other_layout,
+    other_life,
+    source_barred,
+    source_busier,
+    source_circle,
+    source_full,
+    source_gone,
+    source_leaves,
+)
+from readyplane_registry.sources import UNMEASURED, Bandwidth, allowance, learn, sample
 
 Key = TypeVar("Key")
 
@@ -25,11 +36,20 @@ EARLIER_LIVES_S = 3600.0
 REPORT_WINDOW_S = 600.0
 ACCUSATIONS_S = 120.0
 FORGET_EVERY_S = 10.0
+# A source that is barred again within this time is barred for twice as long, so often at most.
+BARS_REMEMBERED_S = 3600.0
+BAR_DOUBLINGS_MAX = 4
+BARS_SHOWN_MAX = 200
+# Readers behind readers: a chain is followed so far when a circle is looked for.
+CHAIN_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSource:
-    """A source as the store sees it now; durations by the store's clock."""
+    """A source as the store sees it now; durations by the store's clock.
+
+    `reads_from` names the sources at which this source's own worker has a reader's place.
+    """
 
     source: Source
     announced_ago_s: float
@@ -38,6 +58,21 @@ class LiveSource:
     measured: Bandwidth = UNMEASURED
     barred: str = ""
     barred_for_s: float = 0.0
+    reads_from: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BarRecord:
+    """Why a source was not offered for `bar_s`, on whose word, and how long ago that was."""
+
+    source_id: str
+    source_incarnation: str
+    digest: str
+    tier: WeightTier
+    reader: str
+    reason: str
+    bar_s: float
+    ago_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +86,9 @@ class Place:
         transfer_id: the name of the place if it is a new one.
         readers_max: of a source that never announces itself (storage); None for all others.
         tier: likewise.
+        source_incarnation: the life of the source that the reader expects; empty: any.
+        layout_digest: in which its bytes must lie.
+        readers_seen: the most readers that may be there already; None: what the source allows.
     """
 
     source_id: str
@@ -62,11 +100,14 @@ class Place:
     ttl_s: float
     readers_max: int | None = None
     tier: WeightTier = WeightTier.UNKNOWN
+    source_incarnation: str = ""
+    layout_digest: str = ""
+    readers_seen: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRecord:
-    """A reader's place as it was taken."""
+    """A reader's place as it was taken; `partial`: the source was still loading then."""
 
     transfer_id: str
     source_id: str
@@ -77,6 +118,7 @@ class TransferRecord:
     incarnation: str
     readers_before: int
     accused_before: int = 0
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +180,10 @@ class LiveStore(Protocol):
 
         Raises:
             NotFound: no such source, or it expired, went, or holds another artifact.
-            Overloaded: every place is taken, or the source is barred; `retry_after_s` says when.
+            Overloaded: every place is taken, more readers are there than were seen, the source
+                leaves, is barred, or reads from this reader; `retry_after_s` says when.
+            StaleEpoch: another life of the source than the expected one.
+            IdentityMismatch: its bytes lie in another layout.
         """
         ...
 
@@ -149,34 +194,40 @@ class LiveStore(Protocol):
     async def release(self, transfer_id: str, report: Report) -> Released | None:
         """Give the place back and take the report in, both once; None for an unknown place.
 
-        A bar counts only for the life of the source that the reader read from.
+        A bar counts only for the life of the source that the reader read from; barred again
+        within `BARS_REMEMBERED_S`, a source is barred for twice as long.
         """
         ...
 
-
-def source_gone(source_id: str, why: str) -> NotFound:
-    """The error for a source that cannot be read from any more."""
-    return NotFound("source", source_id, f"{why}; plan the fetch anew")
-
-
-def source_full(source_id: str, readers: int, retry_after_s: float) -> Overloaded:
-    """The error for a source without a free place."""
-    why = f"all {readers} reader places of source {source_id} are taken"
-    return Overloaded(why, max(0.1, retry_after_s))
+    async def bars(self) -> list[BarRecord]:
+        """The latest bars, newest first, `BARS_SHOWN_MAX` at most."""
+        ...
 
 
-def source_barred(source_id: str, reason: str, for_s: float) -> Overloaded:
-    """The error for a source that is not offered for a while."""
-    return Overloaded(f"source {source_id} is not offered: {reason}", max(0.1, for_s))
-
-
-def earlier_life(source: Source, current: str) -> StaleEpoch:
-    """The error for an announcement that comes from a life that is over."""
-    return StaleEpoch(
-        f"incarnation of source {source.source_id}",
+def granted(place: Place, transfer_id: str, source: Source | None, readers: int) -> Transfer:
+    """The answer to a reader that has its place; `source` is None for storage."""
+    if source is None:
+        return Transfer(transfer_id, place.ttl_s, readers=readers)
+    return Transfer(
+        transfer_id,
+        place.ttl_s,
         source.incarnation,
-        current,
-        "a later life of this source has announced itself: stop giving bytes",
+        source.layout_digest,
+        allowance(source.bandwidth_bytes_per_s, source.slo_share, readers),
+        readers,
+    )
+
+
+def bar_record(record: TransferRecord, reason: str, bar_s: float) -> BarRecord:
+    """What is told of a bar later."""
+    return BarRecord(
+        record.source_id,
+        record.source_incarnation,
+        record.digest,
+        record.tier,
+        record.worker_id,
+        reason,
+        bar_s,
     )
 
 
@@ -204,6 +255,8 @@ class _State:
     taken: dict[str, _Taken] = field(default_factory=dict)
     places: dict[str, list[_Taken]] = field(default_factory=dict)
     bars: dict[str, tuple[str, float]] = field(default_factory=dict)
+    barred: dict[str, tuple[int, float]] = field(default_factory=dict)
+    told: list[tuple[BarRecord, float]] = field(default_factory=list)
     accused: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     tiers: dict[WeightTier, Bandwidth] = field(default_factory=dict)
 
@@ -268,7 +321,37 @@ class MemoryLive:
             measured=held.measured,
             barred=reason if barred else "",
             barred_for_s=until - now if barred else 0.0,
+            reads_from=self._reads_from(held.source, now),
         )
+
+    def _reads_from(self, source: Source, now: float) -> tuple[str, ...]:
+        """The sources at which a source's own worker has a place."""
+        if not source.worker_id:
+            return ()
+        life = source.worker_id, source.incarnation
+        return tuple(
+            sorted(
+                name
+                for name in self._state.places
+                for taken in self._reading(name, now)
+                if (taken.record.worker_id, taken.record.incarnation) == life
+            )
+        )
+
+    def _circle(self, source: Source, reader: tuple[str, str], now: float) -> bool:
+        """True when the source reads, directly or behind others, from this reader."""
+        seen: set[str] = set()
+        ahead = [source.source_id]
+        while ahead and len(seen) < CHAIN_MAX:
+            name = ahead.pop()
+            held = self._state.sources.get(name)
+            if held is None or name in seen:
+                continue
+            seen.add(name)
+            if (held.source.worker_id, held.source.incarnation) == reader:
+                return True
+            ahead += self._reads_from(held.source, now)
+        return False
 
     async def count(self) -> tuple[int, int]:
         """See `LiveStore`."""
@@ -295,15 +378,7 @@ class MemoryLive:
         """See `LiveStore`."""
         now, state = self._clock.monotonic_s(), self._state
         self._forget(now)
-        source_incarnation, tier, places_max = "", place.tier, place.readers_max
-        if places_max is None:
-            held = state.sources.get(place.source_id)
-            if held is None or held.expires_s <= now:
-                raise source_gone(place.source_id, "it has gone or did not announce itself again")
-            if held.source.digest != place.digest:
-                raise source_gone(place.source_id, f"it holds {held.source.digest}")
-            source_incarnation, tier = held.source.incarnation, held.source.tier
-            places_max = held.source.readers_max
+        source = self._offered(place, now)
         reason, until = state.bars.get(place.source_id, ("", 0.0))
         if until > now:
             raise source_barred(place.source_id, reason, until - now)
@@ -312,23 +387,48 @@ class MemoryLive:
         for mine in taken:
             if mine.request == request:
                 mine.expires_s = now + place.ttl_s
-                return Transfer(mine.record.transfer_id, place.ttl_s)
+                return granted(place, mine.record.transfer_id, source, len(taken))
+        if source is not None and source.draining:
+            raise source_leaves(place.source_id)
+        places_max = source.readers_max if source is not None else place.readers_max or 0
         if len(taken) >= places_max:
             raise source_full(place.source_id, len(taken), min(t.expires_s for t in taken) - now)
+        if place.readers_seen is not None and len(taken) > place.readers_seen:
+            raise source_busier(place.source_id, len(taken), place.readers_seen)
+        reader = place.worker_id, place.incarnation
+        if source is not None and source.partial and self._circle(source, reader, now):
+            raise source_circle(place.source_id)
         record = TransferRecord(
             transfer_id=place.transfer_id,
             source_id=place.source_id,
-            source_incarnation=source_incarnation,
+            source_incarnation=source.incarnation if source is not None else "",
             digest=place.digest,
-            tier=tier,
+            tier=source.tier if source is not None else place.tier,
             worker_id=place.worker_id,
             incarnation=place.incarnation,
             readers_before=len(taken) + 1,
+            partial=source is not None and source.partial,
         )
         mine = _Taken(record, request, now + place.ttl_s)
         state.taken[place.transfer_id] = mine
         state.places.setdefault(place.source_id, []).append(mine)
-        return Transfer(place.transfer_id, place.ttl_s)
+        return granted(place, place.transfer_id, source, record.readers_before)
+
+    def _offered(self, place: Place, now: float) -> Source | None:
+        """The source that the reader means, None for storage; raises for another than expected."""
+        if place.readers_max is not None:
+            return None
+        held = self._state.sources.get(place.source_id)
+        if held is None or held.expires_s <= now:
+            raise source_gone(place.source_id, "it has gone or did not announce itself again")
+        source = held.source
+        if source.digest != place.digest:
+            raise source_gone(place.source_id, f"it holds {source.digest}")
+        if place.source_incarnation not in {"", source.incarnation}:
+            raise other_life(place.source_id, place.source_incarnation, source.incarnation)
+        if place.layout_digest != source.layout_digest:
+            raise other_layout(place.source_id, place.layout_digest, source.layout_digest)
+        return source
 
     async def transfer(self, transfer_id: str) -> TransferRecord | None:
         """See `LiveStore`."""
@@ -362,7 +462,7 @@ class MemoryLive:
         taken.released, taken.expires_s = True, now
         source = state.sources.get(record.source_id)
         same = source is not None and source.source.incarnation == record.source_incarnation
-        if rate is not None and report.learn_rate:
+        if rate is not None and report.learn_rate and not record.partial:
             state.tiers[record.tier] = learn(
                 state.tiers.get(record.tier, UNMEASURED), rate, weight=self._weight
             )
@@ -372,11 +472,26 @@ class MemoryLive:
             reader = (record.worker_id, record.incarnation)
             state.accused.setdefault(reader, {})[record.source_id] = now + ACCUSATIONS_S
         if report.bar_s > 0 and same:
-            _reason, until = state.bars.get(record.source_id, ("", 0.0))
-            if now + report.bar_s > until:
-                state.bars[record.source_id] = (report.reason, now + report.bar_s)
+            self._bar(record, report, now)
             taken.barred = True
         return Released(first=True, barred=taken.barred, held=held_on)
+
+    def _bar(self, record: TransferRecord, report: Report, now: float) -> None:
+        state = self._state
+        times, remembered = state.barred.get(record.source_id, (0, 0.0))
+        times = times if remembered > now else 0
+        bar_s = report.bar_s * 2 ** min(times, BAR_DOUBLINGS_MAX)
+        state.barred[record.source_id] = times + 1, now + bar_s + BARS_REMEMBERED_S
+        _reason, until = state.bars.get(record.source_id, ("", 0.0))
+        if now + bar_s > until:
+            state.bars[record.source_id] = (report.reason, now + bar_s)
+        state.told.insert(0, (bar_record(record, report.reason, bar_s), now))
+        del state.told[BARS_SHOWN_MAX:]
+
+    async def bars(self) -> list[BarRecord]:
+        """See `LiveStore`."""
+        now = self._clock.monotonic_s()
+        return [replace(record, ago_s=now - at) for record, at in self._state.told]
 
     def _drop_readers(self, source_id: str) -> None:
         now = self._clock.monotonic_s()
@@ -401,6 +516,7 @@ class MemoryLive:
             state.taken, [k for k, t in state.taken.items() if t.expires_s + REPORT_WINDOW_S < now]
         )
         _drop(state.bars, [k for k, (_why, until) in state.bars.items() if until <= now])
+        _drop(state.barred, [k for k, (_n, until) in state.barred.items() if until <= now])
         for accused in state.accused.values():
             _drop(accused, [k for k, until in accused.items() if until <= now])
         _drop(state.accused, [k for k, accused in state.accused.items() if not accused])

@@ -19,6 +19,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tier", "outcome"),
     ),
     "transferred_bytes": ("Bytes that readers reported, by tier of the source", ("tier",)),
+    "places_refused": ("Readers who got no place at a source, by the error's name", ("why",)),
+    "bars": ("Sources barred after a report: corrupt, dead, slow", ("tier", "outcome")),
     "quarantines": ("Sources barred for giving wrong bytes", ("tier",)),
     "degraded": ("Answers given without the live store: plan, transfer", ("what",)),
     "served_bytes": ("Bytes of artifacts served over HTTP", ()),

@@ -1,22 +1,7 @@
-"""The live store in Redis or Valkey: `LiveStore` in a handful of Lua scripts.
+"""The live store in Redis or Valkey: `LiveStore` by the scripts of `live_scripts`.
 
-Owns the keys and the scripts; each script judges by the server's own `TIME` (B152) and changes
-all or nothing (B145). Every key carries the hash tag `{registry}` and an expiry, so the store
-stays small and may be a cluster. Redis 7.0 is enough. Handed to the service by `__main__`.
-
-Keys below `readyplane:{registry}:` (names hold no `|`), times in whole milliseconds of the server:
-
-    src|ID       hash   json, incarnation, digest, tier, places, first, expires, mean, best, samples
-    held|DIGEST  zset   source ids by expiry
-    all          zset   source ids by expiry
-    old|ID|LIFE  text   an earlier life of a source
-    read|ID      zset   transfer ids by expiry
-    places       zset   transfer ids by expiry, of all sources
-    tran|ID      hash   a reader's place, kept for its report after it has ended
-    req|…        text   transfer id of a request that may come again
-    bar|ID       hash   reason, until
-    acc|…        zset   sources that a reader has called corrupt, by the end of that memory
-    tiers        hash   TIER:mean, TIER:best, TIER:samples
+Every key carries the hash tag `{registry}` and an expiry, so the store stays small and may be a
+cluster. Redis 7.0 is enough. Handed to the service by `__main__`.
 """
 
 from __future__ import annotations
@@ -28,159 +13,43 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
+from readyplane.core.errors import ReadyplaneError
 from readyplane.core.startup import WeightTier
 from readyplane.kit.redis import redis_errors
 from readyplane.ports import Source, Transfer
 from readyplane_registry.live import (
     ACCUSATIONS_S,
+    BAR_DOUBLINGS_MAX,
+    BARS_REMEMBERED_S,
+    BARS_SHOWN_MAX,
+    CHAIN_MAX,
     EARLIER_LIVES_S,
     EXPIRED_SHOWN_S,
     REPORT_WINDOW_S,
+    BarRecord,
     LiveSource,
     Place,
     Released,
     Report,
     TransferRecord,
+    bar_record,
+    granted,
+)
+from readyplane_registry.live_scripts import ACQUIRE, ANNOUNCE, RELEASE, WITHDRAW
+from readyplane_registry.refusals import (
     earlier_life,
+    other_layout,
+    other_life,
     source_barred,
+    source_busier,
+    source_circle,
     source_full,
     source_gone,
+    source_leaves,
 )
 from readyplane_registry.sources import Bandwidth, sample
 
 PREFIX = "readyplane:{registry}:"
-NOW = """
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
-"""
-# KEYS src held all old(this) read; ARGV json incarnation digest tier places ttl shown earlier
-#   old-key-prefix held-key-prefix id
-ANNOUNCE = (
-    NOW
-    + """
-local was = redis.call('HMGET', KEYS[1], 'incarnation', 'digest')
-if redis.call('EXISTS', KEYS[4]) == 1 then return {'earlier', was[1] or ''} end
-if was[1] and was[1] ~= ARGV[2] then
-  redis.call('SET', ARGV[9] .. was[1], '1', 'PX', ARGV[8])
-end
-if was[1] ~= ARGV[2] or was[2] ~= ARGV[3] then
-  if was[2] then redis.call('ZREM', ARGV[10] .. was[2], ARGV[11]) end
-  redis.call('DEL', KEYS[1], KEYS[5])
-  redis.call('HSET', KEYS[1], 'first', now)
-end
-local expires = now + tonumber(ARGV[6])
-local keep = tonumber(ARGV[6]) + tonumber(ARGV[7])
-redis.call('HSET', KEYS[1], 'json', ARGV[1], 'incarnation', ARGV[2], 'digest', ARGV[3],
-  'tier', ARGV[4], 'places', ARGV[5], 'expires', expires)
-redis.call('PEXPIRE', KEYS[1], keep)
-for _, key in ipairs({KEYS[2], KEYS[3]}) do
-  redis.call('ZADD', key, expires, ARGV[11])
-  redis.call('ZREMRANGEBYSCORE', key, '-inf', now - tonumber(ARGV[7]))
-  redis.call('PEXPIRE', key, keep)
-end
-return {'ok'}
-"""
-)
-# KEYS src all read; ARGV id held-key-prefix
-WITHDRAW = """
-local digest = redis.call('HGET', KEYS[1], 'digest')
-redis.call('DEL', KEYS[3])
-if not digest then return 0 end
-redis.call('ZREM', ARGV[2] .. digest, ARGV[1])
-redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('DEL', KEYS[1])
-return 1
-"""
-# KEYS src read bar req tran(new) places; ARGV digest transfer-id ttl window own-places tier
-#   source-id worker incarnation tran-key-prefix
-ACQUIRE = (
-    NOW
-    + """
-local incarnation, tier, places = '', ARGV[6], ARGV[5]
-if places == '' then
-  local src = redis.call('HMGET', KEYS[1], 'expires', 'digest', 'incarnation', 'tier', 'places')
-  if not src[1] or tonumber(src[1]) <= now then return {'gone'} end
-  if src[2] ~= ARGV[1] then return {'other', src[2]} end
-  incarnation, tier, places = src[3], src[4], src[5]
-end
-local bar = redis.call('HMGET', KEYS[3], 'reason', 'until')
-if bar[2] and tonumber(bar[2]) > now then return {'barred', bar[1], tonumber(bar[2]) - now} end
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
-local ttl, window = tonumber(ARGV[3]), tonumber(ARGV[4])
-local mine = redis.call('GET', KEYS[4])
-local id = ARGV[2]
-if mine and redis.call('ZSCORE', KEYS[2], mine) then
-  id = mine
-else
-  local readers = redis.call('ZCARD', KEYS[2])
-  if readers >= tonumber(places) then
-    local first = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
-    return {'full', readers, (tonumber(first[2]) or now) - now}
-  end
-  redis.call('HSET', KEYS[5], 'source', ARGV[7], 'life', incarnation, 'digest', ARGV[1],
-    'tier', tier, 'worker', ARGV[8], 'incarnation', ARGV[9], 'before', readers + 1,
-    'request', KEYS[4])
-end
-redis.call('ZADD', KEYS[2], now + ttl, id)
-redis.call('PEXPIRE', KEYS[2], ttl)
-redis.call('ZREMRANGEBYSCORE', KEYS[6], '-inf', now)
-redis.call('ZADD', KEYS[6], now + ttl, id)
-redis.call('PEXPIRE', KEYS[6], ttl)
-redis.call('SET', KEYS[4], id, 'PX', ttl)
-redis.call('PEXPIRE', ARGV[10] .. id, ttl + window)
-return {'ok', id}
-"""
-)
-# KEYS tran src read bar acc tiers places; ARGV transfer-id rate weight bar reason accuse memory
-#   window source-id
-RELEASE = (
-    NOW
-    + """
-local was = redis.call('HMGET', KEYS[1], 'source', 'life', 'tier', 'released', 'barred', 'request')
-if not was[1] then return {'unknown'} end
-if was[4] then return {'again', was[5] or '0'} end
-local expires = redis.call('ZSCORE', KEYS[3], ARGV[1])
-local held = (expires and tonumber(expires) > now) and 1 or 0
-redis.call('ZREM', KEYS[3], ARGV[1])
-redis.call('ZREM', KEYS[7], ARGV[1])
-redis.call('DEL', was[6])
-local life = redis.call('HGET', KEYS[2], 'incarnation')
-local same = life and life == was[2]
-local function learn(key, prefix, rate)
-  local k = redis.call('HMGET', key, prefix .. 'mean', prefix .. 'best', prefix .. 'samples')
-  local mean, best, samples = rate, rate, 1
-  if k[3] then
-    mean = tonumber(k[1]) + tonumber(ARGV[3]) * (rate - tonumber(k[1]))
-    best = math.max(tonumber(k[2]), rate)
-    samples = tonumber(k[3]) + 1
-  end
-  redis.call('HSET', key, prefix .. 'mean', string.format('%.17g', mean),
-    prefix .. 'best', string.format('%.17g', best), prefix .. 'samples', samples)
-end
-if ARGV[2] ~= '' then
-  local rate = tonumber(ARGV[2])
-  learn(KEYS[6], was[3] .. ':', rate)
-  if same then learn(KEYS[2], '', rate) end
-end
-if ARGV[6] == '1' then
-  redis.call('ZADD', KEYS[5], now + tonumber(ARGV[7]), ARGV[9])
-  redis.call('PEXPIRE', KEYS[5], ARGV[7])
-end
-local barred = '0'
-if tonumber(ARGV[4]) > 0 and same then
-  local until_ms = now + tonumber(ARGV[4])
-  local held_until = redis.call('HGET', KEYS[4], 'until')
-  if not held_until or tonumber(held_until) < until_ms then
-    redis.call('HSET', KEYS[4], 'reason', ARGV[5], 'until', until_ms)
-    redis.call('PEXPIRE', KEYS[4], ARGV[4])
-  end
-  barred = '1'
-end
-redis.call('HSET', KEYS[1], 'released', '1', 'barred', barred)
-redis.call('PEXPIRE', KEYS[1], ARGV[8])
-return {'ok', barred, held}
-"""
-)
 
 
 class RedisLive:
@@ -227,6 +96,10 @@ class RedisLive:
                     self._key("old", name, ""),
                     self._key("held", ""),
                     name,
+                    source.worker_id,
+                    int(source.partial),
+                    int(source.draining),
+                    source.layout_digest,
                 ],
             )
         if answer[0] == b"earlier":
@@ -252,11 +125,20 @@ class RedisLive:
                     pipe.hgetall(self._key("bar", name))
                     pipe.zrange(self._key("read", name), 0, -1, withscores=True)
                 found = await pipe.execute()
-        now = _now_ms(found[0])
+            now = _now_ms(found[0])
+            held = [
+                _live(src, bar, places, now)
+                for src, bar, places in zip(found[1::3], found[2::3], found[3::3], strict=True)
+                if src.get(b"digest") == digest.encode()
+            ]
+            async with self._client.pipeline(transaction=False) as pipe:
+                for one in held:
+                    up = self._key("up", one.source.worker_id, one.source.incarnation)
+                    pipe.zrangebyscore(up, f"({now}", "+inf")
+                above = await pipe.execute()
         return [
-            _live(src, bar, places, now)
-            for src, bar, places in zip(found[1::3], found[2::3], found[3::3], strict=True)
-            if src.get(b"digest") == digest.encode()
+            replace(one, reads_from=_names(up)) if one.source.worker_id else one
+            for one, up in zip(held, above, strict=True)
         ]
 
     async def count(self) -> tuple[int, int]:
@@ -295,6 +177,7 @@ class RedisLive:
                     self._key("req", name, place.worker_id, place.incarnation, place.request_id),
                     self._key("tran", place.transfer_id),
                     self._key("places"),
+                    self._key("up", place.worker_id, place.incarnation),
                 ],
                 args=[
                     place.digest,
@@ -307,19 +190,18 @@ class RedisLive:
                     place.worker_id,
                     place.incarnation,
                     self._key("tran", ""),
+                    place.source_incarnation,
+                    place.layout_digest,
+                    "" if place.readers_seen is None else place.readers_seen,
+                    self._key("src", ""),
+                    self._key("up", ""),
+                    CHAIN_MAX,
                 ],
             )
-        match answer[0]:
-            case b"ok":
-                return Transfer(answer[1].decode(), place.ttl_s)
-            case b"full":
-                raise source_full(name, int(answer[1]), int(answer[2]) / 1000)
-            case b"barred":
-                raise source_barred(name, answer[1].decode(), int(answer[2]) / 1000)
-            case b"other":
-                raise source_gone(name, f"it holds {answer[1].decode()}")
-            case _:
-                raise source_gone(name, "it has gone or did not announce itself again")
+        if answer[0] == b"ok":
+            source = msgspec.json.decode(answer[3], type=Source) if answer[3] else None
+            return granted(place, answer[1].decode(), source, int(answer[2]))
+        raise _refusal(place, answer)
 
     async def transfer(self, transfer_id: str) -> TransferRecord | None:
         """See `LiveStore`."""
@@ -347,6 +229,7 @@ class RedisLive:
             readers_before=record.readers_before,
             readers_after=max(1, await self.readers(name)),
         )
+        learns = report.learn_rate and not record.partial
         with redis_errors():
             answer = await self._release(
                 keys=[
@@ -357,10 +240,12 @@ class RedisLive:
                     self._key("acc", record.worker_id, record.incarnation),
                     self._key("tiers"),
                     self._key("places"),
+                    self._key("up", record.worker_id, record.incarnation),
+                    self._key("bars"),
                 ],
                 args=[
                     transfer_id,
-                    "" if rate is None or not report.learn_rate else repr(rate),
+                    repr(rate) if rate is not None and learns else "",
                     repr(self._weight),
                     _ms(report.bar_s),
                     report.reason,
@@ -368,6 +253,10 @@ class RedisLive:
                     _ms(ACCUSATIONS_S),
                     _ms(REPORT_WINDOW_S),
                     name,
+                    msgspec.json.encode(bar_record(record, report.reason, report.bar_s)),
+                    _ms(BARS_REMEMBERED_S),
+                    BAR_DOUBLINGS_MAX,
+                    BARS_SHOWN_MAX,
                 ],
             )
         match answer[0]:
@@ -377,6 +266,47 @@ class RedisLive:
                 return Released(first=False, barred=answer[1] == b"1", held=False)
             case _:
                 return None
+
+    async def bars(self) -> list[BarRecord]:
+        """See `LiveStore`."""
+        with redis_errors():
+            now = _now_ms(await self._client.time())
+            held = await self._client.lrange(self._key("bars"), 0, BARS_SHOWN_MAX - 1)
+        found = []
+        for line in held:
+            at, bar, text = line.split(b" ", 2)
+            record = msgspec.json.decode(text, type=BarRecord)
+            found.append(replace(record, bar_s=int(bar) / 1000, ago_s=(now - int(at)) / 1000))
+        return found
+
+
+def _refusal(place: Place, answer: list[Any]) -> ReadyplaneError:
+    """The error that the script's answer stands for."""
+    name = place.source_id
+    match answer[0]:
+        case b"full":
+            return source_full(name, int(answer[1]), int(answer[2]) / 1000)
+        case b"busier":
+            return source_busier(name, int(answer[1]), place.readers_seen or 0)
+        case b"barred":
+            return source_barred(name, answer[1].decode(), int(answer[2]) / 1000)
+        case b"leaves":
+            return source_leaves(name)
+        case b"circle":
+            return source_circle(name)
+        case b"life":
+            return other_life(name, place.source_incarnation, answer[1].decode())
+        case b"layout":
+            return other_layout(name, place.layout_digest, answer[1].decode())
+        case b"other":
+            return source_gone(name, f"it holds {answer[1].decode()}")
+        case _:
+            return source_gone(name, "it has gone or did not announce itself again")
+
+
+def _names(pairs: list[bytes]) -> tuple[str, ...]:
+    """The sources of `TRANSFER|SOURCE` members."""
+    return tuple(sorted(pair.decode().partition("|")[2] for pair in pairs))
 
 
 def _ms(seconds: float) -> int:
@@ -430,4 +360,5 @@ def _record(transfer_id: str, held: Mapping[bytes, bytes]) -> TransferRecord:
         worker_id=text("worker"),
         incarnation=text("incarnation"),
         readers_before=int(text("before")),
+        partial=held.get(b"partial") == b"1",
     )

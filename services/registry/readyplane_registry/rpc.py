@@ -12,8 +12,11 @@ from readyplane.wire.registry import (
     fetch_plan_to_proto,
     manifest_summary_to_proto,
     manifest_to_json,
+    ranges_from_proto,
     resolution_to_proto,
     source_from_proto,
+    start_node_from_proto,
+    start_placement_to_proto,
     tag_to_proto,
     transfer_to_proto,
 )
@@ -115,8 +118,22 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
             worker_id=request.worker_id,
             incarnation=request.incarnation,
             node=request.node,
+            missing=ranges_from_proto(request.missing, "missing"),
+            rack=request.rack,
+            layout_digest=request.layout_digest,
         )
         return fetch_plan_to_proto(plan)
+
+    async def PlaceStart(
+        self, request: pb.PlaceStartRequest, context: Context
+    ) -> pb.PlaceStartResponse:
+        found = await self._service.place_start(
+            request.digest,
+            nodes=[start_node_from_proto(node) for node in request.nodes],
+            starts=request.starts or 1,
+            layout_digest=request.layout_digest,
+        )
+        return start_placement_to_proto(found)
 
     async def AcquireTransfer(
         self, request: pb.AcquireTransferRequest, context: Context
@@ -127,6 +144,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
             worker_id=request.worker_id,
             incarnation=request.incarnation,
             request_id=request.request_id,
+            source_incarnation=request.source_incarnation,
+            layout_digest=request.layout_digest,
+            readers_seen=request.readers_seen if request.HasField("readers_seen") else None,
         )
         return transfer_to_proto(transfer)
 

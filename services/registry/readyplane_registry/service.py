@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from readyplane.core.chunks import ChunkRanges
 from readyplane.core.errors import (
     Conflict,
     IdentityMismatch,
@@ -29,11 +30,19 @@ from readyplane.core.resolution import (
     withdrawn_tag,
 )
 from readyplane.kit.clock import Clock
-from readyplane.ports import FetchPlan, ManifestSummary, Source, Tag, Transfer
+from readyplane.ports import (
+    FetchPlan,
+    ManifestSummary,
+    Source,
+    StartNode,
+    StartPlacement,
+    Tag,
+    Transfer,
+)
 from readyplane_registry import catalog
 from readyplane_registry.blobs import Blobs, FileCheck
 from readyplane_registry.fetching import Fetching, NoTally, RegistryPolicy, Tally
-from readyplane_registry.live import LiveStore
+from readyplane_registry.live import BarRecord, LiveSource, LiveStore
 from readyplane_registry.store import CatalogStore, ManifestRecord, record_of, unknown_manifest
 
 log = logging.getLogger(__name__)
@@ -356,16 +365,55 @@ class RegistryService:
         """See `Fetching.withdraw`."""
         await self._fetching.withdraw(source_id, reason=reason)
 
+    async def sources_of(self, digest: str) -> list[LiveSource]:
+        """See `Fetching.sources_of`."""
+        return await self._fetching.sources_of(digest)
+
+    async def bars(self) -> list[BarRecord]:
+        """See `Fetching.bars`."""
+        return await self._fetching.bars()
+
     async def plan_fetch(
-        self, digest: str, *, worker_id: str, incarnation: str, node: str
+        self,
+        digest: str,
+        *,
+        worker_id: str,
+        incarnation: str,
+        node: str,
+        missing: ChunkRanges = (),
+        rack: str = "",
+        layout_digest: str = "",
     ) -> FetchPlan:
         """See `Fetching.plan`."""
         return await self._fetching.plan(
-            digest, worker_id=worker_id, incarnation=incarnation, node=node
+            digest,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            node=node,
+            missing=missing,
+            rack=rack,
+            layout_digest=layout_digest,
+        )
+
+    async def place_start(
+        self, digest: str, *, nodes: Sequence[StartNode], starts: int = 1, layout_digest: str = ""
+    ) -> StartPlacement:
+        """See `Fetching.place_start`."""
+        return await self._fetching.place_start(
+            digest, nodes=nodes, starts=starts, layout_digest=layout_digest
         )
 
     async def acquire_transfer(
-        self, source_id: str, digest: str, *, worker_id: str, incarnation: str, request_id: str
+        self,
+        source_id: str,
+        digest: str,
+        *,
+        worker_id: str,
+        incarnation: str,
+        request_id: str,
+        source_incarnation: str = "",
+        layout_digest: str = "",
+        readers_seen: int | None = None,
     ) -> Transfer:
         """See `Fetching.acquire`."""
         return await self._fetching.acquire(
@@ -374,6 +422,9 @@ class RegistryService:
             worker_id=worker_id,
             incarnation=incarnation,
             request_id=request_id,
+            source_incarnation=source_incarnation,
+            layout_digest=layout_digest,
+            readers_seen=readers_seen,
         )
 
     async def release_transfer(

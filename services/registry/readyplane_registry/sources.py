@@ -17,10 +17,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from readyplane.core.chunks import ChunkRanges
 from readyplane.core.startup import WeightTier
+from readyplane_registry.fanout import Chain
 
 STORAGE_PREFIX = "storage:"
 FILES = "file:"
+LOADING_RETRY_S = 0.2
+HEADROOM_MIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,12 @@ class SourcePolicy:
         dead_s: how long a source that did not answer is not offered.
         slow_s: how long a source that its reader found too slow is not offered.
         accusations_max: a reader that accuses more sources than this is itself the suspect.
+        same_rack_factor: as `same_node_factor`, for a source in the target's rack.
+        slo_share_free: a source whose requests take less of their target than this gives at full
+            rate; from there its rate falls to none at `slo_share_max` (R9.1).
+        behind_max: how many may be behind one another in a chain of starters.
+        behind_storage_factor: a source that still loads is left out when waiting for it takes
+            longer than storage by more than this.
     """
 
     prior_bytes_per_s: Mapping[WeightTier, float]
@@ -61,6 +71,11 @@ class SourcePolicy:
     dead_s: float = 10.0
     slow_s: float = 10.0
     accusations_max: int = 2
+    same_rack_factor: float = 1.2
+    slo_share_free: float = 0.7
+    slo_share_max: float = 0.95
+    behind_max: int = 32
+    behind_storage_factor: float = 1.5
 
 
 PRIOR_BYTES_PER_S: Mapping[WeightTier, float] = {
@@ -86,6 +101,10 @@ class Candidate:
         expires_in_s: negative when the announcement has run out; None for storage.
         barred: why it must not be offered (quarantined, dead); empty when it may.
         barred_for_s: for how much longer.
+        slo_share: the larger of TTFT and TPOT there, as a share of its target; None: not known.
+        partial: it is still loading: of the chunks that the target misses it has `gives`, and
+            lacks `lacks_bytes`.
+        reads_from: the sources at which it has a reader's place itself.
     """
 
     source_id: str
@@ -103,15 +122,31 @@ class Candidate:
     expires_in_s: float | None = None
     barred: str = ""
     barred_for_s: float = 0.0
+    rack: str = ""
+    layout_digest: str = ""
+    slo_share: float | None = None
+    draining: bool = False
+    partial: bool = False
+    gives: ChunkRanges = ()
+    lacks_bytes: int = 0
+    reads_from: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Who wants the bytes."""
+    """Who wants the bytes.
+
+    Attributes:
+        layout_digest: in which it needs them; empty: as in the manifest.
+        chunk_bytes: the piece in which bytes pass along a chain of starters.
+    """
 
     worker_id: str
     incarnation: str
     node: str = ""
+    rack: str = ""
+    layout_digest: str = ""
+    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +154,7 @@ class Ranked:
     """A source at its place: predicted seconds in all, the wait in it, and the reason.
 
     `bound_s` is R7.1: size over the best bandwidth ever measured here, None if none was.
+    `complete_in_s`: until a source that still loads has all; None for one that has.
     """
 
     candidate: Candidate
@@ -127,6 +163,7 @@ class Ranked:
     bandwidth_bytes_per_s: float
     bound_s: float | None
     why: str
+    complete_in_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +172,7 @@ class Ranking:
 
     sources: tuple[Ranked, ...]
     excluded: tuple[str, ...]
+    retry_after_s: float | None = None
 
 
 def rank(
@@ -154,19 +192,59 @@ def rank(
     usable: list[Candidate] = []
     newest = _newest_by_url(candidates_ := sorted(candidates, key=lambda c: c.source_id))
     for candidate in candidates_:
-        reason = _reason_against(candidate, target, newest)
+        reason = _reason_against(candidate, target, newest, policy)
         if reason:
             excluded.append(f"{candidate.source_id}: {reason}")
         else:
             usable.append(candidate)
-    placed = [_predict(c, target, size_bytes, tiers, policy) for c in usable]
+    chain = Chain(
+        candidates_,
+        rate_of=lambda c: _bandwidth(c, target, tiers, policy)[0],
+        chunk_bytes=target.chunk_bytes,
+        behind_max=policy.behind_max,
+    )
+    placed: list[Ranked] = []
+    for candidate in usable:
+        ranked = _predict(candidate, target, size_bytes, tiers, policy)
+        behind = _behind(ranked, chain, target) if candidate.partial else ranked
+        if isinstance(behind, str):
+            excluded.append(f"{candidate.source_id}: {behind}")
+        else:
+            placed.append(behind)
     placed.sort(key=lambda r: (r.candidate.storage, r.predicted_s, r.candidate.source_id))
     placed, slow = _without_slow(placed, policy)
-    excluded.extend(slow)
+    placed, late = _without_late(placed, policy)
     return Ranking(
         tuple(replace(r, why=f"place {n}: {r.why}") for n, r in enumerate(placed, start=1)),
-        tuple(excluded),
+        (*excluded, *slow, *late),
+        None if placed else _retry_after_s(candidates_),
     )
+
+
+def _behind(ranked: Ranked, chain: Chain[Candidate], target: Target) -> Ranked | str:
+    """A source that still loads, at its place; or why nobody should wait for it."""
+    mine = ranked.candidate
+    if mine.lacks_bytes <= 0:
+        return ranked
+    if target.worker_id and target.worker_id in chain.workers_above(mine):
+        return "it reads from the target itself"
+    above = chain.above(mine)
+    if isinstance(above, str):
+        return above
+    # The last chunk passes on after it has come; all others are on the way meanwhile.
+    last_s = target.chunk_bytes / ranked.bandwidth_bytes_per_s
+    predicted_s = max(ranked.predicted_s, above.complete_in_s + last_s)
+    behind = " behind ".join((mine.source_id, *above.names))
+    why = f"{ranked.why}; still loading ({behind}), complete in {above.complete_in_s:.2f} s"
+    return replace(ranked, predicted_s=predicted_s, why=why, complete_in_s=above.complete_in_s)
+
+
+def _retry_after_s(candidates: Sequence[Candidate]) -> float | None:
+    """When somebody may have a place that has none now; None when nobody is in sight."""
+    soon = [c.barred_for_s for c in candidates if c.barred]
+    if any(c.partial for c in candidates):
+        soon.append(LOADING_RETRY_S)
+    return max(LOADING_RETRY_S, min(soon)) if soon else None
 
 
 def _newest_by_url(candidates: Sequence[Candidate]) -> dict[str, str]:
@@ -183,7 +261,9 @@ def _newest_by_url(candidates: Sequence[Candidate]) -> dict[str, str]:
     return {url: candidate.source_id for url, candidate in newest.items()}
 
 
-def _reason_against(candidate: Candidate, target: Target, newest: Mapping[str, str]) -> str:
+def _reason_against(
+    candidate: Candidate, target: Target, newest: Mapping[str, str], policy: SourcePolicy
+) -> str:
     if candidate.worker_id and candidate.worker_id == target.worker_id:
         return "it is the target itself" + (
             "" if candidate.incarnation == target.incarnation else ", an earlier life of it"
@@ -194,6 +274,18 @@ def _reason_against(candidate: Candidate, target: Target, newest: Mapping[str, s
         return f"its announcement expired {-candidate.expires_in_s:.1f} s ago"
     if candidate.barred:
         return f"{candidate.barred}; offered again in {candidate.barred_for_s:.0f} s"
+    if candidate.draining:
+        return "it leaves and takes no new readers"
+    if candidate.layout_digest != target.layout_digest and not candidate.storage:
+        return (
+            f"its layout is {candidate.layout_digest or 'that of the manifest'}, needed is "
+            f"{target.layout_digest or 'that of the manifest'}"
+        )
+    if headroom(candidate.slo_share, policy) <= 0:
+        return (
+            f"its own requests take {candidate.slo_share:.0%} of their TTFT or TPOT target, "
+            f"over {policy.slo_share_max:.0%}"
+        )
     if candidate.url.startswith(FILES) and candidate.node != target.node:
         return f"its files lie on node {candidate.node or 'unknown'}, the target is elsewhere"
     owner = newest.get(candidate.url, candidate.source_id)
@@ -210,6 +302,9 @@ def _predict(
     policy: SourcePolicy,
 ) -> Ranked:
     rate, whence = _bandwidth(candidate, target, tiers, policy)
+    left = headroom(candidate.slo_share, policy)
+    if left < 1:
+        rate, whence = rate * left, f"{whence}, of which serving leaves {left:.0%}"
     places, readers = max(1, candidate.readers_max), candidate.readers
     if readers < places:
         wait_s, transfer_s = 0.0, size_bytes * (readers + 1) / rate
@@ -247,21 +342,62 @@ def _bandwidth(
     own = candidate.measured
     if own.samples and own.mean_bytes_per_s > 0:
         return own.mean_bytes_per_s, f"measured here ({own.samples} transfers)"
-    near = bool(candidate.node) and candidate.node == target.node
-    factor = policy.same_node_factor if near else 1.0
-    note = f", same node counted {factor:g}x" if near else ""
+    factor, note = 1.0, ""
+    if candidate.node and candidate.node == target.node:
+        factor, note = policy.same_node_factor, f", same node counted {policy.same_node_factor:g}x"
+    elif candidate.rack and candidate.rack == target.rack:
+        factor, note = policy.same_rack_factor, f", same rack counted {policy.same_rack_factor:g}x"
     tier = tiers.get(candidate.tier, UNMEASURED)
-    if tier.samples and tier.mean_bytes_per_s > 0:
+    word = candidate.announced_bytes_per_s
+    if tier.samples and tier.mean_bytes_per_s > 0 and not 0 < word < tier.mean_bytes_per_s:
         return (
             tier.mean_bytes_per_s * factor,
             f"measured in tier {candidate.tier} ({tier.samples} transfers){note}",
         )
-    if candidate.announced_bytes_per_s > 0:
-        return candidate.announced_bytes_per_s * factor, f"by its own word{note}"
+    if word > 0:
+        return word * factor, f"by its own word{note}"
     return (
         policy.prior_bytes_per_s[candidate.tier] * factor,
         f"assumed for tier {candidate.tier} until measured{note}",
     )
+
+
+def headroom(slo_share: float | None, policy: SourcePolicy = DEFAULT_POLICY) -> float:
+    """The share of a source's rate that its own requests leave for giving weights, 0 to 1."""
+    if slo_share is None:
+        return 1.0
+    span = policy.slo_share_max - policy.slo_share_free
+    return min(1.0, max(0.0, (policy.slo_share_max - slo_share) / span))
+
+
+def allowance(
+    bytes_per_s: float, slo_share: float | None, readers: int, policy: SourcePolicy = DEFAULT_POLICY
+) -> float:
+    """How fast one of `readers` may read from a serving source, bytes/s; 0: no bound.
+
+    Args:
+        bytes_per_s: what the source says it can give in all; 0: it says nothing.
+
+    A reader that is there already is slowed, not stopped, when the source nears its target: its
+    next plan leads elsewhere (R9.1).
+    """
+    left = headroom(slo_share, policy)
+    if left >= 1 or bytes_per_s <= 0:
+        return 0.0
+    return max(left, HEADROOM_MIN) * bytes_per_s / max(1, readers)
+
+
+def _without_late(placed: list[Ranked], policy: SourcePolicy) -> tuple[list[Ranked], list[str]]:
+    """Leave out sources that still load and are waited for longer than storage would take."""
+    stores = [r.predicted_s for r in placed if r.candidate.storage]
+    limit_s = min(stores, default=math.inf) * policy.behind_storage_factor
+    kept = [r for r in placed if r.complete_in_s is None or r.predicted_s <= limit_s]
+    return kept, [
+        f"{r.candidate.source_id}: it still loads and would take {r.predicted_s:.2f} s, storage "
+        f"{min(stores):.2f} s"
+        for r in placed
+        if r not in kept
+    ]
 
 
 def _without_slow(placed: list[Ranked], policy: SourcePolicy) -> tuple[list[Ranked], list[str]]:
