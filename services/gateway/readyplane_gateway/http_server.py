@@ -235,6 +235,7 @@ class HttpConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._stopped_reading = self._ends = False
         self._idle: asyncio.TimerHandle | None = None
+        self._served = False
         self._late: asyncio.TimerHandle | None = None
         self.paused: asyncio.Future[None] | None = None
 
@@ -289,9 +290,6 @@ class HttpConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._head_bytes = 0
         self._reading = _Turn(self)
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
 
     def on_url(self, url: bytes) -> None:
         assert self._reading is not None
@@ -410,7 +408,20 @@ class HttpConnection(asyncio.Protocol):
             self._wait_for_next()
 
     def _wait_for_next(self) -> None:
-        self._idle = self._loop.call_later(self._keep_s, self._close)
+        """One timer lasts for many requests: who is idle is closed after one to two of its times."""
+        self._served = True
+        if self._idle is None:
+            self._idle = self._loop.call_later(self._keep_s, self._look)
+
+    def _look(self) -> None:
+        self._idle = None
+        if self._turns or self._reading is not None:
+            return  # the end of these asks again
+        if self._served:
+            self._served = False
+            self._idle = self._loop.call_later(self._keep_s, self._look)
+        else:
+            self._close()
 
     def _stop_reading(self) -> None:
         if not self._stopped_reading and self._transport is not None:

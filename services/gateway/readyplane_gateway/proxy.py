@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from readyplane.core.errors import PromptTooLong, ReadyplaneError, Unavailable
 from readyplane.core.work import (
@@ -87,6 +88,7 @@ class Proxy:
             legs=legs, moves=moves, bounds=bounds, meters=meters, anew=self._anew, later=later
         )
         self._route_ahead = route_ahead
+        self._unreserved: set[asyncio.Future[Pair]] = set()
 
     async def serve(self, ask: Ask, call: Call, sink: Sink) -> Failure | None:
         """Serve one request; returns the failure that ended a stream which had begun, else None.
@@ -97,8 +99,9 @@ class Proxy:
         facts = self._fleet.find(ask.model)
         call.stage = "tokenise"
         self._check_size(ask, facts.max_model_len)
-        urls = _tokeniser_urls(facts, ask)
-        token_ids = await self._tokens.of(ask, urls, facts.tokenizer)
+        token_ids = await self._tokens.of(
+            ask, partial(_tokeniser_urls, facts, ask), facts.tokenizer
+        )
         shape = self._shape(ask, call, facts, token_ids)
         call.stage = "route"
         booking = self._book(call, await self._route(call, shape))
@@ -265,7 +268,7 @@ class Proxy:
             call.stage = "tokenise"
             self._check_size(ask, self._fleet.limit_tokens(ask.model))  # known by now
             urls = [booking.pair.prefill.engine_url, booking.pair.decode.engine_url]
-            token_ids = await self._tokens.of(ask, urls, "")
+            token_ids = await self._tokens.of(ask, lambda: urls, "")
         way = Way(ask, call, sink, shape, Bodies.of(ask, token_ids), token_ids)
         try:
             return await self._both_legs(way, booking)
@@ -318,11 +321,13 @@ class Proxy:
             self._prefilled(booking, handover)
 
     def _prefilled(self, booking: Booking, handover: Handover) -> None:
-        if booking.pair.local:
-            self._meters.handovers.labels("local").inc()
-        else:
+        if not booking.pair.local:
             booking.prefill_done(handover.cached_tokens)
-            self._meters.handovers.labels("handed_over" if handover.params else "missing").inc()
+        self._count(booking, handover)
+
+    def _count(self, booking: Booking, handover: Handover) -> None:
+        how = "handed_over" if handover.params else "missing"
+        self._meters.handovers.labels("local" if booking.pair.local else how).inc()
 
     async def _legs_of(self, way: Way, booking: Booking) -> Failure | None:
         ask, call, bodies = way.ask, way.call, way.bodies
@@ -472,26 +477,35 @@ class Proxy:
         else:
             call.ahead = None
             ahead.served()
-            self._later(self._finish_later(ahead, booking, handover, finish))
+            self._unreserved.add(ahead.asking)
+            ahead.asking.add_done_callback(partial(self._reserved_late, booking, handover, finish))
         return None
 
-    async def _finish_later(
+    def _reserved_late(
         self,
-        ahead: Unconfirmed,
         booking: Booking,
         handover: Handover,
         finish: Callable[[], None],
+        asking: asyncio.Future[Pair],
     ) -> None:
         """The whole answer was there before its pair was reserved: nothing is left to reserve for,
         and whatever was reserved is told that it is over.
         """
-        try:
-            booking.pair = await ahead.confirmed()
-        except ReadyplaneError:
+        self._unreserved.discard(asking)
+        error = None if asking.cancelled() else asking.exception()
+        if asking.cancelled() or error is not None:
             booking.void()  # there is nothing to tell it of
+            if error is not None and not isinstance(error, ReadyplaneError):
+                log.error("a reservation failed after its answer", exc_info=error)
             return
-        self._prefilled(booking, handover)
-        finish()
+        booking.pair = asking.result()
+        self._count(booking, handover)
+        finish()  # which says that its prefill is over, too
+
+    async def settle(self, within_s: float) -> None:
+        """Wait until answers that were given before their pair was reserved have been told."""
+        if self._unreserved:
+            await asyncio.wait(tuple(self._unreserved), timeout=within_s)
 
     async def _stream(
         self, way: Way, booking: Booking, leg: DecodeLeg, handover: Handover

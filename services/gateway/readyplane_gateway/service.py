@@ -36,7 +36,7 @@ ROUTER_PING_S_MAX = 1.0
 WATCH_PAUSE_S_MAX = 2.0
 DRAIN_S_MAX = 5.0
 FLUSH_AT_END_S = 2.0
-LATER_MAX = 4096
+LATER_S_MAX = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,8 @@ class Gateway:
                     task.cancel()
                 await asyncio.wait(tuple(self.requests), timeout=1.0)
         if self._later:
-            await asyncio.wait(tuple(self._later), timeout=1.0)
+            await asyncio.wait(tuple(self._later), timeout=LATER_S_MAX)
+        await self.proxy.settle(LATER_S_MAX)
         if not await self.reporter.flush(FLUSH_AT_END_S):
             log.error("the router was not told", extra={"events": self.reporter.buffered})
         self.engines.close()

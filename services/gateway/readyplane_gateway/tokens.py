@@ -75,12 +75,14 @@ class Tokens:
         self._memory: OrderedDict[tuple[str, str, bytes], tuple[int, ...]] = OrderedDict()
         self._characters = 0
 
-    async def of(self, ask: Ask, urls: Sequence[str], tokenizer: str) -> tuple[int, ...] | None:
+    async def of(
+        self, ask: Ask, engines: Callable[[], Sequence[str]], tokenizer: str
+    ) -> tuple[int, ...] | None:
         """Token ids of a prompt; None when no engine is there to ask, `NOT_OFFERED` when none that
         is there tokenises such a prompt (the router then goes by an estimate, which is counted).
 
         Args:
-            urls: engines of the model, the one to ask first in front.
+            engines: gives the URLs of the model's engines, the one to ask first in front.
             tokenizer: digest of their tokenizer: another one forgets what was remembered.
 
         Raises:
@@ -91,7 +93,7 @@ class Tokens:
             return ask.token_ids
         local = self._local.of(ask.model, tokenizer) if ask.kind is Kind.COMPLETIONS else None
         if local is not None and local.trusted:
-            return self._here(local, ask, urls)
+            return self._here(local, ask, engines)
         body = msgspec.json.encode(_question(ask))
         key = (ask.model, tokenizer, body)
         found = self._memory.get(key)
@@ -99,6 +101,7 @@ class Tokens:
             self._memory.move_to_end(key)
             self._meters.tokenized.labels("remembered").inc()
             return found
+        urls = engines()
         if not urls:
             return None
         troubles: list[str] = []
@@ -118,10 +121,12 @@ class Tokens:
             return found
         raise Unavailable(f"no engine tokenised the prompt ({'; '.join(troubles)})", "try again")
 
-    def _here(self, local: Local, ask: Ask, urls: Sequence[str]) -> tuple[int, ...]:
+    def _here(
+        self, local: Local, ask: Ask, engines: Callable[[], Sequence[str]]
+    ) -> tuple[int, ...]:
         self._meters.tokenized.labels("local").inc()
         local.asked += 1
-        if local.due and urls:
+        if local.due and (urls := engines()):
             self._later(self._compare(local, ask, urls[0]))
         return local.encode(ask.text, special=_special(ask))
 
