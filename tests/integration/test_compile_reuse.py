@@ -1,0 +1,197 @@
+"""Real agents over a real registry: the first compiles and publishes, others reuse exactly that."""
+
+import asyncio
+import itertools
+import re
+import socket
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+import uvicorn
+
+from readyplane import profiles
+from readyplane.core.identity import ArtifactKind
+from readyplane.core.startup import SegmentName
+from readyplane.core.worker import Worker
+from readyplane.kit.auth import TokenCheck
+from readyplane.kit.clock import SystemClock
+from readyplane.kit.http import make_app
+from readyplane.kit.rpc import OPTIONS, Guard
+from readyplane_lab.up.demo_model import DemoModel, make_demo_model
+from readyplane_registry import rpc as registry_rpc
+from readyplane_registry.blob_files import FileBlobs
+from readyplane_registry.blob_http import BlobRoutes
+from readyplane_registry.fetching import NoTally
+from readyplane_registry.ingest import Facts, publish_directory
+from readyplane_registry.live import MemoryLive
+from readyplane_registry.service import RegistryService
+from readyplane_registry.store import MemoryCatalog
+from readyplane_router import rpc as router_rpc
+from readyplane_router.epochs import MemoryEpochs
+from readyplane_router.service import RouterService
+from readyplane_router.store import MemoryStore
+from tests.integration.agent_cluster import MODEL, Cluster
+
+
+class World(Cluster):
+    """Agents, with a registry that really stores."""
+
+    registry: RegistryService
+
+    def metrics(self, name: str, worker: Worker) -> dict[str, float]:
+        with urllib.request.urlopen(f"{worker.offer.agent_url}/metrics", timeout=5) as answer:
+            text = answer.read().decode()
+        assert name in text
+        found = re.findall(r"readyplane_compile_cache_(\w+)_total\{([^}]*)\} (\d+)", text)
+        told = {}
+        for what, labels, value in found:
+            word = re.search(r'(?:reason|where|outcome)="(\w*)"', labels)
+            assert word is not None
+            told[f"{what} {word.group(1)}"] = float(value)
+        return told
+
+    def told(self, worker: Worker) -> list[str]:
+        assert worker.progress is not None
+        name = SegmentName.ARTIFACT_DISCOVERY
+        details = [s.detail for s in worker.progress.segments if s.name is name]
+        return [d for d in details if d.startswith("compiled code")]
+
+    def compiling(self, worker: Worker) -> str:
+        assert worker.progress is not None
+        (found,) = [s for s in worker.progress.segments if s.name is SegmentName.COMPILE]
+        return found.detail
+
+    async def published(self, count: int) -> None:
+        async with asyncio.timeout(20):
+            while len(await self.registry.list_manifests(kind="compile")) < count:
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def world_of(tmp_path: Path, demo: DemoModel) -> AsyncIterator[World]:
+    clock, ids = SystemClock(), itertools.count()
+    blobs = FileBlobs(tmp_path / "blobs")
+    door = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{door.getsockname()[1]}"
+    registry = RegistryService(
+        store=MemoryCatalog(),
+        live=MemoryLive(clock, weight=0.3),
+        blobs=blobs,
+        clock=clock,
+        make_id=lambda: f"t{next(ids)}",
+        storage_url=lambda: f"{url}/v1/blobs",
+    )
+    app = make_app("registry", TokenCheck(""), set(), lambda: (True, ""))
+    app.include_router(BlobRoutes(registry, blobs, NoTally()).router)
+    web = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    serving = asyncio.create_task(web.serve(sockets=[door]))
+    router = RouterService(
+        store=MemoryStore(clock),
+        epochs=MemoryEpochs(),
+        clock=clock,
+        registry=registry,
+        profiles={name: profiles.load(name) for name in profiles.names()},
+        incarnation="router-1",
+    )
+    await router.start()
+    server = grpc.aio.server(interceptors=[Guard(TokenCheck(""))], options=OPTIONS)
+    registry_rpc.register(server, registry)
+    router_rpc.register(server, router, clock)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    facts = Facts(config=demo.config, canary=demo.canary)
+    done = await publish_directory(
+        demo.folder, model=MODEL, registry=registry, sink=blobs, facts=facts
+    )
+    background = asyncio.create_task(router.run())
+    world = World(tmp_path, router, done.digest)
+    world.registry, world.address = registry, f"127.0.0.1:{port}"
+    try:
+        yield world
+    finally:
+        for agent in world.agents.values():
+            if agent.returncode is None:
+                agent.kill()
+                await agent.wait()
+        background.cancel()
+        await server.stop(0)
+        web.should_exit = True
+        await serving
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoModel:
+    folder = tmp_path_factory.mktemp("demo")
+    return make_demo_model(folder, size_bytes=8 * 2**20, shards=1, max_model_len=4096)
+
+
+async def whole(world: World, name: str) -> Worker:
+    """The worker once its finished segments were told."""
+    await world.ready(name)
+    return await world.until(
+        lambda w: w.progress is not None and all(s.end_s for s in w.progress.segments), name
+    )
+
+
+async def test_the_first_compiles_and_the_others_reuse_exactly_that(
+    tmp_path: Path, demo: DemoModel
+) -> None:
+    async with world_of(tmp_path, demo) as world:
+        await world.agent("d1", "decode")
+        first = await whole(world, "d1")
+        assert world.told(first) == ["compiled code miss: absent"]
+        assert world.compiling(first) == "cache=miss:absent"
+        await world.published(1)
+        (summary,) = await world.registry.list_manifests(kind="compile")
+        manifest = await world.registry.get_manifest(summary.digest)
+        assert manifest.kind is ArtifactKind.COMPILE
+        assert {"driver", "model_structure", "captured_shapes"} <= set(manifest.key)
+
+        # Another node: from the registry. The same node: from there. Another shape: neither.
+        await world.agent("d2", "decode")
+        same = str(tmp_path / "cache-d1")
+        await world.agent("d3", "decode", "--cache-dir", same)
+        await world.agent("d4", "decode", "--engine-arg=--max-num-seqs=7")
+        second, third, fourth = await asyncio.gather(
+            *(whole(world, name) for name in ("d2", "d3", "d4"))
+        )
+        (told,) = world.told(second)
+        assert told.startswith(f"compiled code hit: registry, {summary.digest}")
+        assert world.told(third)[0].startswith("compiled code hit: node")
+        assert world.compiling(second) == world.compiling(third) == "cache=hit"
+        (told,) = world.told(fourth)
+        assert told.startswith("compiled code miss: differs, argument.--max-num-seqs: nothing != 7")
+        assert world.compiling(fourth).startswith("cache=miss")
+        await world.published(2)
+        counted = {
+            name: await asyncio.to_thread(world.metrics, name, w)
+            for name, w in (
+                ("d2", second),
+                ("d3", third),
+                ("d4", fourth),
+            )
+        }
+        assert counted["d2"] == {"hit registry": 1}
+        assert counted["d3"] == {"hit node": 1}
+        assert counted["d4"]["miss differs"] == 1
+
+
+async def test_a_spoilt_entry_of_the_node_is_fetched_again(tmp_path: Path, demo: DemoModel) -> None:
+    async with world_of(tmp_path, demo) as world:
+        await world.agent("d1", "decode")
+        await world.ready("d1")
+        await world.published(1)
+        kept = tmp_path / "cache-d1"
+        victim = min((kept / "compiled" / "entries").glob("*/files/*/kernel-*"))
+        victim.unlink()
+        await world.agent("d2", "decode", "--cache-dir", str(kept))
+        second = await whole(world, "d2")
+        assert world.told(second)[0].startswith("compiled code hit: registry")
+        assert world.compiling(second) == "cache=hit"
+        counted = await asyncio.to_thread(world.metrics, "d2", second)
+        assert counted == {"hit registry": 1, "refused incomplete": 1}
+        assert len(list((kept / "compiled" / "quarantine").iterdir())) == 1
