@@ -122,7 +122,7 @@ def test_a_whole_answer_that_is_there_first_needs_no_reservation(fate: str) -> N
         assert not reservation.events  # nothing is told of what does not stand yet
         await world.settle()
         told = [str(e.kind) for e in reservation.events]
-        assert told == ([] if fate == "refused" else ["prefill_done", "finished"])
+        assert told == ([] if fate == "refused" else ["finished"])
         assert len(world.engine("d1").calls()) + len(world.engine("d2").calls()) == 1
 
     play(story)
