@@ -18,14 +18,19 @@ from readyplane.kit.database import async_engine, migrate
 from readyplane.kit.redis import check_eviction, connect
 from readyplane.kit.server import ServiceServer, run_service
 from readyplane.kit.settings import ServiceSettings, parse_settings
+from readyplane.kit.signing import TrustFile
 from readyplane.kit.telemetry import metrics, setup_logging
 from readyplane_registry import api, rpc
 from readyplane_registry.blob_files import FileBlobs
 from readyplane_registry.blob_http import BlobRoutes
+from readyplane_registry.blob_removal import FolderRemoval
+from readyplane_registry.collecting import Collecting
 from readyplane_registry.fetching import RegistryPolicy
 from readyplane_registry.metrics import PrometheusTally
 from readyplane_registry.postgres import PostgresCatalog
+from readyplane_registry.postgres_keeping import PostgresKeeping
 from readyplane_registry.redis import RedisLive
+from readyplane_registry.retention import DAY_S, RetentionPolicy
 from readyplane_registry.service import RegistryService
 
 WATCH_EVERY_S = 5.0
@@ -45,6 +50,30 @@ class Settings(ServiceSettings):
         15.0, ge=1, le=3600, description="a reader's place counts so long"
     )
     storage_readers_max: int = Field(8, ge=1, le=1024, description="readers of the byte store")
+
+    trust_file: Path | None = Field(
+        None, description="whose signatures models need (JSON), read again when it changes"
+    )
+    keep_untagged_days: float = Field(
+        30.0, ge=0, le=36_500, description="an artifact without a tag outlives its last use by this"
+    )
+    keep_history_days: float = Field(
+        30.0, ge=0, le=36_500, description="a tag's earlier targets are kept this long"
+    )
+    collect_grace_s: float = Field(
+        3600.0, ge=60, le=30 * DAY_S, description="bytes outlive what made them needless by this"
+    )
+    upload_ttl_s: float = Field(
+        900.0, ge=10, le=DAY_S, description="bytes of an upload are held this long unless renewed"
+    )
+
+    def retention(self) -> RetentionPolicy:
+        """How long what is kept."""
+        return RetentionPolicy(
+            keep_untagged_s=self.keep_untagged_days * DAY_S,
+            keep_history_s=self.keep_history_days * DAY_S,
+            grace_s=self.collect_grace_s,
+        )
 
     def blobs(self) -> FileBlobs:
         """The byte store. Raises InvalidField when no folder is given, or it can't be written."""
@@ -89,9 +118,10 @@ async def main(settings: Settings) -> None:
             transfer_ttl_s=settings.transfer_ttl_s,
             storage_readers_max=settings.storage_readers_max,
         )
+        store, live = PostgresCatalog(engine), RedisLive(client, weight=policy.ranking.weight)
         service = RegistryService(
-            store=PostgresCatalog(engine),
-            live=RedisLive(client, weight=policy.ranking.weight),
+            store=store,
+            live=live,
             blobs=blobs,
             clock=clock,
             make_id=lambda: secrets.token_hex(12),
@@ -101,6 +131,17 @@ async def main(settings: Settings) -> None:
             name=settings.storage_name,
             policy=policy,
             tally=tally,
+            trust=TrustFile(settings.trust_file).policy,
+            collecting=Collecting(
+                store=store,
+                keeping=PostgresKeeping(engine),
+                live=live,
+                removal=FolderRemoval(blobs.root, clock),
+                clock=clock,
+                policy=settings.retention(),
+                hold_ttl_s=settings.upload_ttl_s,
+                tally=tally,
+            ),
         )
         server.app.include_router(BlobRoutes(service, blobs, tally).router)
         server.app.include_router(api.routes(service))

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 
 from readyplane.core.errors import InvalidField, UnknownField
 from readyplane.core.identity import Manifest
+from readyplane.core.trust import Trail
 from readyplane.ports import ManifestSummary, StartNode, Tag
 from readyplane_registry.catalog import MANIFEST_BYTES_MAX, object_document
 from readyplane_registry.service import RegistryService
@@ -113,7 +114,18 @@ def _add_artifacts(router: APIRouter, service: RegistryService) -> None:
     async def get_artifact(digest: str) -> dict[str, Any]:
         """One manifest."""
         manifest, created_s = await service.dated_manifest(digest)
-        return {**_artifact(manifest), "created_s": created_s}
+        trail = _trail(await service.trail(digest))
+        return {**_artifact(manifest), "created_s": created_s, **trail}
+
+    @router.post("/artifacts/{digest}/retire")
+    async def retire(digest: str, reason: str = "") -> dict[str, Any]:
+        """Hide an artifact: nobody resolves to it any more; its identity stays its own."""
+        return {"digest": digest, "retired": await service.retire(digest, reason=reason)}
+
+    @router.post("/collect")
+    async def collect(dry_run: bool = False) -> dict[str, Any]:
+        """Retire what nobody needs and take away bytes that nothing keeps."""
+        return asdict(await service.collect(dry_run=dry_run))
 
     @router.post("/artifacts/{digest}/verify")
     async def verify(digest: str) -> dict[str, Any]:
@@ -212,6 +224,18 @@ def _artifact(manifest: Manifest) -> dict[str, Any]:
         "digest": manifest.digest,
         "size_bytes": manifest.size_bytes,
         "manifest": manifest.document(),
+    }
+
+
+def _trail(trail: Trail) -> dict[str, Any]:
+    return {
+        "retired": trail.retired,
+        "origin": dict(trail.origin),
+        "signatures": [
+            {"key_id": s.key_id, "envelope": s.envelope, "created_s": s.created_s}
+            for s in trail.signatures
+        ],
+        "events": [asdict(event) for event in trail.events],
     }
 
 

@@ -10,7 +10,8 @@ A live store that cannot be asked ends a collection before it begins: not known 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -137,6 +138,16 @@ class Collecting:
             raise InvalidField("sha256", len(sha256), remedy)
         await self._keeping.hold(upload_id, sha256, ttl_s=self._hold_ttl_s)
         return self._hold_ttl_s
+
+    @asynccontextmanager
+    async def holding(self, upload_id: str, sha256: Sequence[str]) -> AsyncIterator[None]:
+        """Hold bytes while a manifest that names them is checked and stored."""
+        for begin in range(0, len(sha256), HOLD_NAMES_MAX):
+            await self.hold_upload(upload_id, sha256[begin : begin + HOLD_NAMES_MAX])
+        try:
+            yield
+        finally:
+            await self.hold_upload(upload_id, (), release=True)
 
     async def note_use(self, digest: str) -> None:
         """A worker needs this manifest now; told to the store once in `USE_EVERY_S` at most.

@@ -12,7 +12,11 @@ PREFIX = "readyplane_registry_"
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "publishes": ("Manifests that came to be published: created, known, refused", ("outcome",)),
     "conflicts": ("Writers that came second", ("what",)),
-    "resolves": ("References asked for: found, unknown, mismatch", ("outcome",)),
+    "resolves": ("References asked for: found, unknown, mismatch, refused", ("outcome",)),
+    "signatures": ("Signatures of manifests that were stored", ()),
+    "untrusted": ("Manifests judged without the signatures that were asked for", ("mode",)),
+    "evictions": ("Blobs that collection came to: evicted, rescued, failed", ("outcome",)),
+    "evicted_bytes": ("Bytes that collection took from the store", ()),
     "verifications": ("Artifacts whose stored bytes were read again: ok, corrupt", ("outcome",)),
     "transfers": (
         "Transfers that readers gave back, by tier and outcome (late_: after the place expired)",
@@ -22,7 +26,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "places_refused": ("Readers who got no place at a source, by the error's name", ("why",)),
     "bars": ("Sources barred after a report: corrupt, dead, slow", ("tier", "outcome")),
     "quarantines": ("Sources barred for giving wrong bytes", ("tier",)),
-    "degraded": ("Answers given without the live store: plan, transfer", ("what",)),
+    "degraded": ("What went on without a store: plan, transfer, use", ("what",)),
     "served_bytes": ("Bytes of artifacts served over HTTP", ()),
     "uploads": ("Blobs that came in over HTTP: stored, known, refused", ("outcome",)),
 }

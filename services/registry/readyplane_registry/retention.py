@@ -35,7 +35,7 @@ class ManifestFacts:
 
     Attributes:
         sequence: place in the order of publication.
-        used_s: when a worker last planned, read or resolved it; None: never.
+        used_s: when a worker last planned to fetch it or read from the store; None: never.
         left_s: when a tag last moved away from it; None: never.
         tags: that point at it now.
     """

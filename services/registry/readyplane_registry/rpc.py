@@ -18,6 +18,7 @@ from readyplane.wire.registry import (
     start_node_from_proto,
     start_placement_to_proto,
     tag_to_proto,
+    trail_to_proto,
     transfer_to_proto,
 )
 from readyplane.wire.scalars import duration, seconds_of, timestamp
@@ -70,6 +71,31 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
             manifests=[manifest_summary_to_proto(summary) for summary in found],
             next_page_token=rest,
         )
+
+    async def SignManifest(
+        self, request: pb.SignManifestRequest, context: Context
+    ) -> pb.SignManifestResponse:
+        created = await self._service.sign_manifest(
+            request.digest, public_key=request.public_key, envelope=request.envelope_json
+        )
+        return pb.SignManifestResponse(created=created)
+
+    async def RecordOrigin(
+        self, request: pb.RecordOriginRequest, context: Context
+    ) -> pb.RecordOriginResponse:
+        await self._service.record_origin(request.digest, dict(request.origin))
+        return pb.RecordOriginResponse()
+
+    async def GetTrail(self, request: pb.GetTrailRequest, context: Context) -> pb.GetTrailResponse:
+        return trail_to_proto(await self._service.trail(request.digest))
+
+    async def HoldUpload(
+        self, request: pb.HoldUploadRequest, context: Context
+    ) -> pb.HoldUploadResponse:
+        ttl_s = await self._service.hold_upload(
+            request.upload_id, list(request.sha256), release=request.release
+        )
+        return pb.HoldUploadResponse(ttl=duration(ttl_s, "ttl"))
 
     async def SetTag(self, request: pb.SetTagRequest, context: Context) -> pb.SetTagResponse:
         tag = await self._service.set_tag(

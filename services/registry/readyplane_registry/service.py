@@ -21,15 +21,13 @@ from readyplane.core.errors import (
     NotFound,
     ReadyplaneError,
     Refused,
+    Unsupported,
 )
 from readyplane.core.identity import Manifest, check_digest
-from readyplane.core.resolution import (
-    CANDIDATES_MAX,
-    CANDIDATES_SHOWN_MAX,
-    Resolution,
-    withdrawn_tag,
-)
+from readyplane.core.resolution import CANDIDATES_SHOWN_MAX, Resolution
+from readyplane.core.trust import Trail, TrustPolicy, check_signature
 from readyplane.kit.clock import Clock
+from readyplane.kit.signing import verify_ed25519
 from readyplane.ports import (
     FetchPlan,
     ManifestSummary,
@@ -41,8 +39,10 @@ from readyplane.ports import (
 )
 from readyplane_registry import catalog
 from readyplane_registry.blobs import Blobs, FileCheck
+from readyplane_registry.collecting import Collected, Collecting
 from readyplane_registry.fetching import Fetching, NoTally, RegistryPolicy, Tally
 from readyplane_registry.live import BarRecord, LiveSource, LiveStore
+from readyplane_registry.resolving import Resolving
 from readyplane_registry.store import CatalogStore, ManifestRecord, record_of, unknown_manifest
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ MANIFESTS_CACHED_MAX = 64
 INSPECTED_MAX = 1024
 DOUBT_EVERY_S = 60.0
 REASONS_MAX = 20
+ORIGIN_FIELDS_MAX = 16
+ORIGIN_CHARS_MAX = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class RegistryService:
         storage_url: where this registry serves bytes, `{url}/{digest}/{path}`; empty: nowhere.
         name: of this registry's byte store among others.
         tally: what is counted.
+        trust: who must have signed what is resolved to; asked each time.
+        collecting: holds of uploads and collection; None: nothing is ever collected here.
     """
 
     def __init__(
@@ -92,9 +96,18 @@ class RegistryService:
         name: str = "registry",
         policy: RegistryPolicy | None = None,
         tally: Tally | None = None,
+        trust: Callable[[], TrustPolicy] = TrustPolicy,
+        collecting: Collecting | None = None,
     ) -> None:
         self._store, self._live, self._blobs, self._clock = store, live, blobs, clock
-        self._tally = tally or NoTally()
+        self._tally, self._collecting, self._make_id = tally or NoTally(), collecting, make_id
+        self._resolving = Resolving(
+            store=store,
+            manifest_of=self.get_manifest,
+            clock=clock,
+            trust=trust,
+            tally=self._tally,
+        )
         self._fetching = Fetching(
             manifest_of=self.get_manifest,
             live=live,
@@ -131,16 +144,28 @@ class RegistryService:
             if known is not None and bytes_elsewhere:
                 self._tally.count("publishes", outcome="known")
                 return record.digest, False
-            if not bytes_elsewhere:
-                await self._check_bytes(manifest)
+            stored, created = await self._put(record, manifest, bytes_elsewhere=bytes_elsewhere)
         except (InvalidField, Refused):
             self._tally.count("publishes", outcome="refused")
             raise
-        stored, created = await self._store.put_manifest(record)
         self._tally.count("publishes", outcome="created" if created else "known")
         if created:
             log.info("published", extra={"digest": stored.digest, "model": stored.model})
         return stored.digest, created
+
+    async def _put(
+        self, record: ManifestRecord, manifest: Manifest, *, bytes_elsewhere: bool
+    ) -> tuple[ManifestRecord, bool]:
+        """Store a manifest whose bytes cannot be collected between the check and the row."""
+        if bytes_elsewhere:
+            return await self._store.put_manifest(record)
+        if self._collecting is None:
+            await self._check_bytes(manifest)
+            return await self._store.put_manifest(record)
+        names = [entry.sha256 for entry in manifest.files]
+        async with self._collecting.holding(f"publish:{self._make_id()}", names):
+            await self._check_bytes(manifest)
+            return await self._store.put_manifest(record)
 
     async def _check_bytes(self, manifest: Manifest) -> None:
         """Bytes are there and are what the manifest says; read once in the life of this process."""
@@ -288,11 +313,7 @@ class RegistryService:
             IdentityMismatch: every candidate differs from the need; the fields are named.
             InvalidField: reference, kind or a field of the need is wrong.
         """
-        found = await self.resolve_need(reference, kind=kind, need=dict(need or {}))
-        if found.manifest is None:
-            remedy = "publish an artifact with these fields, or ask for other ones"
-            raise IdentityMismatch(f"{kind} of {reference!r}", found.reasons, remedy)
-        return found.manifest
+        return await self._resolving.resolve(reference, kind=kind, need=need or {})
 
     async def resolve_need(
         self,
@@ -302,58 +323,71 @@ class RegistryService:
         need: Mapping[str, str],
         candidates_max: int = CANDIDATES_SHOWN_MAX,
     ) -> Resolution:
-        """As `resolve`, with the candidates and their differing fields as an answer.
+        """See `Resolving.resolve_need`."""
+        return await self._resolving.resolve_need(
+            reference, kind=kind, need=need, candidates_max=candidates_max
+        )
+
+    # ----------------------------------------------------------- what is said of a manifest later
+
+    async def sign_manifest(self, digest: str, *, public_key: bytes, envelope: str) -> bool:
+        """Store a signature that verifies; False when this key had signed it before.
 
         Raises:
-            NotFound: nothing has that name.
-            InvalidField: reference, kind, a field of the need or the number is wrong.
+            InvalidField: it is another digest's, or does not verify. NotFound: no such manifest.
+            Refused: the manifest has as many signatures as are kept.
         """
-        if not 1 <= candidates_max <= CANDIDATES_MAX:
-            raise InvalidField("candidates_max", candidates_max, f"use 1 to {CANDIDATES_MAX}")
-        try:
-            found = await self._resolve(reference, kind, dict(need), candidates_max)
-        except NotFound:
-            self._tally.count("resolves", outcome="unknown")
-            raise
-        outcome = "mismatch" if found.manifest is None else "found"
-        self._tally.count("resolves", outcome=outcome)
-        return found
+        signature = check_signature(check_digest(digest), public_key, envelope, verify_ed25519)
+        created = await self._store.put_signature(digest, signature, now_s=self._clock.wall_s())
+        if created:
+            self._tally.count("signatures")
+            log.info("signed", extra={"digest": digest, "key": signature.key_id})
+        return created
 
-    async def _resolve(
-        self, reference: str, kind: str, need: dict[str, str], candidates_max: int
-    ) -> Resolution:
-        catalog.check_kind(kind)
-        reference = catalog.check_reference(reference)
-        if catalog.is_digest(reference):
-            found = [reference]
-        else:
-            tag = await self._store.get_tag(reference)
-            if tag is not None:
-                named = [tag.digest]
-            else:
-                records = await self._store.list_manifests(model=reference, kind=kind)
-                named = [record.digest for record in records]
-            found = await self._not_withdrawn(named)
-            if named and not found:
-                raise NotFound(f"{kind} of", reference, "it was withdrawn; publish another")
-            if not found:
-                await self._say_unknown(reference, kind)
-            if not need and tag is None:
-                found = found[:1]
-        candidates = [await self.get_manifest(digest) for digest in found]
-        return catalog.choose(candidates, need={**need, "kind": kind}, shown_max=candidates_max)
+    async def record_origin(self, digest: str, origin: Mapping[str, str]) -> None:
+        """Note beside it where an artifact's bytes came from. Raises InvalidField, NotFound."""
+        check_digest(digest)
+        if len(origin) > ORIGIN_FIELDS_MAX:
+            raise InvalidField("origin", len(origin), f"give {ORIGIN_FIELDS_MAX} fields at most")
+        for name, value in origin.items():
+            for text in (name, value):
+                if not 0 < len(text) <= ORIGIN_CHARS_MAX or not text.isprintable():
+                    remedy = f"give 1 to {ORIGIN_CHARS_MAX} printable characters"
+                    raise InvalidField(f"origin.{name[:40]}", text, remedy)
+        await self._store.put_event(digest, "origin", origin, now_s=self._clock.wall_s())
 
-    async def _not_withdrawn(self, digests: list[str]) -> list[str]:
-        """Without those that a tag says of that nobody may resolve to them any more."""
-        tags = await self._store.tags_of(digests)
-        return [digest for digest in digests if withdrawn_tag(digest) not in tags.get(digest, ())]
+    async def trail(self, digest: str) -> Trail:
+        """What was said of a manifest since it was published. Raises InvalidField, NotFound."""
+        await self.get_manifest(digest)
+        return await self._store.trail(digest)
 
-    async def _say_unknown(self, reference: str, kind: str) -> None:
-        others = await self._store.list_manifests(model=reference, limit=1)
-        if others:
-            remedy = f"it has {others[0].kind}, but no {kind}; publish one"
-            raise NotFound(f"{kind} of model", reference, remedy)
-        raise NotFound("artifact", reference, "give a digest, a tag or a model that was published")
+    async def hold_upload(
+        self, upload_id: str, sha256: Sequence[str], *, release: bool = False
+    ) -> float:
+        """See `Collecting.hold_upload`; 0 where nothing is ever collected."""
+        if self._collecting is None:
+            return 0.0
+        for name in sha256:
+            check_digest(name, where="sha256")
+        return await self._collecting.hold_upload(upload_id, sha256, release=release)
+
+    async def retire(self, digest: str, *, reason: str = "") -> bool:
+        """See `Collecting.retire`."""
+        check_digest(digest)
+        return await self._collection().retire(digest, reason=reason)
+
+    async def collect(self, *, dry_run: bool = False) -> Collected:
+        """See `Collecting.collect`."""
+        return await self._collection().collect(dry_run=dry_run)
+
+    def _collection(self) -> Collecting:
+        if self._collecting is None:
+            raise Unsupported("collection", "ask a registry that stores bytes")
+        return self._collecting
+
+    async def _note_use(self, digest: str) -> None:
+        if self._collecting is not None:
+            await self._collecting.note_use(digest)
 
     # ------------------------------------------------------------------- sources and transfers
 
@@ -385,6 +419,7 @@ class RegistryService:
         layout_digest: str = "",
     ) -> FetchPlan:
         """See `Fetching.plan`."""
+        await self._note_use(digest)
         return await self._fetching.plan(
             digest,
             worker_id=worker_id,
@@ -416,6 +451,7 @@ class RegistryService:
         readers_seen: int | None = None,
     ) -> Transfer:
         """See `Fetching.acquire`."""
+        await self._note_use(digest)
         return await self._fetching.acquire(
             source_id,
             digest,
