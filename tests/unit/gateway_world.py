@@ -354,6 +354,7 @@ class MemoryRouter:
         self.asked: list[dict[str, Any]] = []
         self.cancelled = 0
         self.moves: list[tuple[str, str, int]] = []
+        self.onward: dict[str, str] = {}
         self.move_faults: deque[ReadyplaneError] = deque()
         self.local = False
         self.ttl_s = 60.0
@@ -414,6 +415,7 @@ class MemoryRouter:
         old = self.reservations[reservation_id]
         old.ends.append("moved")
         self.reservations[pair.reservation_id] = Reservation(shape, pair)
+        self.onward[reservation_id] = pair.reservation_id
         return pair
 
     def _pick(self, model: str, stage: Role, avoid: Sequence[str], turn: int) -> End:
@@ -438,6 +440,8 @@ class MemoryRouter:
             self.batches.append(len(events))
         unknown = 0
         for event in events:
+            while event.reservation_id in self.onward:  # a fact that was under way when it moved
+                event = replace(event, reservation_id=self.onward[event.reservation_id])
             reservation = self.reservations.get(event.reservation_id)
             if reservation is None and not event.reservation_id.startswith("res-"):
                 self.disowned.append(event.reservation_id)

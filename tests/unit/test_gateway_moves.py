@@ -217,5 +217,4 @@ def test_every_reservation_has_one_end(
         )
         await world.settle(70)
 
-    # Late: a request that ends in the moment it is moved tells that of a reservation just given back.
-    play(story, bounds=Bounds(decode_first_s_max=3, decode_idle_s_max=3), late=True)
+    play(story, bounds=Bounds(decode_first_s_max=3, decode_idle_s_max=3))

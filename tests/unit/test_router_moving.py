@@ -78,6 +78,101 @@ def test_a_move_leaves_one_reservation_and_counts_one_request(shared: bool) -> N
     on_virtual_time(story, shared=shared)
 
 
+async def two_decodes(world: World) -> RouterService:
+    router = await world.router()
+    await world.worker(router, "p", Role.PREFILL)
+    await world.worker(router, "d1", Role.DECODE)
+    await world.worker(router, "d2", Role.DECODE)
+    return router
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", [EventKind.FINISHED, EventKind.ABORTED])
+def test_an_end_under_way_in_the_moment_of_a_move_is_counted_once(
+    shared: bool, kind: EventKind
+) -> None:
+    """It names the reservation that was given back: the answer to the move was late, or lost."""
+
+    async def story(world: World) -> None:
+        router = await two_decodes(world)
+        before = used(router)
+        pair = await decoding(world, router)
+        rid, at = pair.reservation_id, pair.decode.worker_id
+        for _ in range(2):  # and it may move twice
+            new = await router.move(shape("r"), reservation_id=rid, worker_id=at, emitted=8)
+            rid, at = new.reservation_id, new.decode.worker_id
+        late = RequestEvent(pair.reservation_id, EventKind.PROGRESS, None, None, 9)
+        assert await router.complete([late]) == 0
+        end = RequestEvent(pair.reservation_id, kind, 0.1, 0.01, 20, attained=True)
+        assert await router.complete([end]) == 0
+        assert used(router) == before
+        assert await router.complete([end]) == 1, "told again it is nobody's"
+        await asyncio.sleep(60)
+        signals = (await router.signals()).models["demo"]
+        done = kind is EventKind.FINISHED
+        assert (signals.arrivals_total, signals.finished_total) == (1, int(done))
+        assert signals.aborted_total == int(not done)
+        if shared:
+            assert not any(u.sequences for u in (await world.store.usage("demo")).values())
+
+    on_virtual_time(story, shared=shared)
+
+
+def test_a_request_that_ends_while_it_is_moved_is_not_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(world: World) -> None:
+        router = await two_decodes(world)
+        before = used(router)
+        pair = await decoding(world, router)
+        take = router.moving._ledger.take
+
+        async def slow(*given: object) -> object:
+            taken = await take(*given)  # type: ignore[arg-type]
+            end = RequestEvent(pair.reservation_id, EventKind.FINISHED, 0.1, 0.01, 20)
+            assert await router.complete([end]) == 0
+            return taken
+
+        monkeypatch.setattr(router.moving._ledger, "take", slow)
+        with pytest.raises(NotFound, match="ended meanwhile"):
+            await router.move(
+                shape("r"),
+                reservation_id=pair.reservation_id,
+                worker_id=pair.decode.worker_id,
+                emitted=8,
+            )
+        assert used(router) == before and router.moving.moved == 0
+        await asyncio.sleep(60)
+        signals = (await router.signals()).models["demo"]
+        assert (signals.finished_total, signals.aborted_total) == (1, 0)
+        assert not any(u.sequences for u in (await world.store.usage("demo")).values())
+
+    on_virtual_time(story, shared=True)
+
+
+def test_a_request_that_moved_unheard_and_failed_is_paired_anew() -> None:
+    """Its gateway did not get the answer, and names what it knows."""
+
+    async def story(world: World) -> None:
+        router = await two_decodes(world)
+        pair = await decoding(world, router)
+        moved = await router.move(
+            shape("r"),
+            reservation_id=pair.reservation_id,
+            worker_id=pair.decode.worker_id,
+            emitted=8,
+        )
+        anew = await router.route(shape("r"), replaces=pair.reservation_id)
+        assert anew.reservation_id not in {pair.reservation_id, moved.reservation_id}
+        assert anew.prefill.worker_id == "p", "it is prefilled anew, not sent where it was to move"
+        assert sum(s.sequences for s in router.desk("demo").decodes) == 1
+        await router.complete(events(anew, EventKind.FINISHED))
+        signals = (await router.signals()).models["demo"]
+        assert (signals.arrivals_total, signals.finished_total) == (1, 1)
+
+    on_virtual_time(story)
+
+
 def test_only_a_worker_whose_kv_fits_goes_on_with_it() -> None:
     """Generations pair only when compatible, and so do moves."""
 

@@ -3,16 +3,18 @@
 Owns one use-case of the service. The brain is asked as ever, but with the whole of what was read and
 written so far counted as held by every worker whose KV format fits: nothing is left to prefill, and
 what remains is who decodes. Nobody waits for it: the request goes on where it is until then.
+Facts that were under way in that moment name the old reservation, as do those of a gateway that did
+not get the answer: they are the new one's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from readyplane.core.errors import InvalidField, NotFound, Overloaded
-from readyplane.core.work import RequestShape, reservation_id_of
+from readyplane.core.work import RequestEvent, RequestShape, reservation_id_of
 from readyplane.kit.clock import Clock
 from readyplane.ports import Pair
 from readyplane_router.answers import check_shape, end_of, ends_of, learn, pair_from
@@ -25,6 +27,8 @@ from readyplane_router.seats import ALL_SIDES
 from readyplane_router.waiting import Waiting
 
 TAKE_TRIES_MAX = 4
+ONWARD_MAX = 10_000
+"""Moves whose old reservation is remembered; its facts are late by seconds."""
 
 
 class Moving:
@@ -41,7 +45,20 @@ class Moving:
         """Nothing moved yet."""
         self._ledger, self._clock, self._policy = ledger, clock, policy
         self._desks, self._pump = desks, pump
+        self._onward: dict[str, str] = {}
         self.moved = self.refused = 0
+
+    def now(self, reservation_id: str) -> str:
+        """What took the place of a reservation; itself where nothing did."""
+        while (onward := self._onward.get(reservation_id)) is not None:
+            reservation_id = onward
+        return reservation_id
+
+    def followed(self, events: Sequence[RequestEvent]) -> Sequence[RequestEvent]:
+        """The events, each of the reservation that its request has now."""
+        if not any(event.reservation_id in self._onward for event in events):
+            return events
+        return [replace(e, reservation_id=self.now(e.reservation_id)) for e in events]
 
     async def move(
         self, shape: RequestShape, *, reservation_id: str, worker_id: str, emitted: int
@@ -53,7 +70,8 @@ class Moving:
             emitted: output tokens so far.
 
         Raises:
-            NotFound: that worker is not known. Overloaded: no other worker has room now, or fits.
+            NotFound: that worker is not known, or the request ended just now. Overloaded: no other
+            worker has room now, or fits.
         """
         check_shape(shape)
         if emitted < 1:
@@ -73,13 +91,21 @@ class Moving:
         whole = replace(
             shape, isl=shape.isl + emitted, token_ids=b"", block_hashes=(), max_tokens=left
         )
+        ends_here = reservation_id in desk.held
         for _ in range(TAKE_TRIES_MAX):
             held = self._booked(desk, new_id, whole, fits, emitted)
             pair = held.pair = self._pair(held)
             taken = await self._ledger.take(desk, held)
             if not taken.refused:
+                now_s = self._clock.monotonic_s()
+                was = desk.drop(reservation_id, now_s=now_s)
+                lost = desk.ends.found(reservation_id)
+                if ends_here and was is None and lost is None:
+                    desk.drop(new_id, now_s=now_s)
+                    await self._ledger.tell(desk.model, Owed([(new_id, ALL_SIDES)]))
+                    raise NotFound("reservation", reservation_id, "its request ended meanwhile")
                 self.moved += 1
-                desk.drop(reservation_id, now_s=self._clock.monotonic_s())
+                self._goes_on(reservation_id, new_id)
                 await self._ledger.tell(desk.model, Owed([(reservation_id, ALL_SIDES)]))
                 self._pump(desk.model)
                 return pair_from(taken.payload) if taken.repeated else pair
@@ -88,6 +114,11 @@ class Moving:
                 learn(seat, used)
         self.refused += 1
         raise Overloaded("other routers were first, time and again", desk.retry_after_s())
+
+    def _goes_on(self, reservation_id: str, new_id: str) -> None:
+        self._onward[reservation_id] = new_id
+        while len(self._onward) > ONWARD_MAX:
+            del self._onward[next(iter(self._onward))]
 
     def _booked(
         self, desk: Desk, new_id: str, whole: RequestShape, fits: set[str], emitted: int

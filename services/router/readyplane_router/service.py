@@ -300,6 +300,7 @@ class RouterService:
         check_shape(shape)
         desk = await self._desk_of(shape.model)
         self.link.check_not_cut_off()
+        replaces = self.moving.now(replaces)
         reservation_id = reservation_id_of(shape.request_id, replaces)
         if not dry_run:
             held = desk.held.get(reservation_id)
@@ -349,7 +350,7 @@ class RouterService:
         unknown = 0
         owed: dict[str, Owed] = {}
         strangers: list[RequestEvent] = []
-        for event in events:
+        for event in self.moving.followed(events):
             for model, desk in self.desks.items():
                 if event.reservation_id in desk.held:
                     told = owed.get(model)
