@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from readyplane.core.errors import InvalidField, Refused, Unavailable
-from readyplane.core.identity import Canary, Manifest
+from readyplane.core.identity import Canary, Manifest, Scales
 from readyplane_registry.blob_files import FileBlobs
 from readyplane_registry.ingest import Facts, Progress, build_manifest, publish_directory
 from tests.registry_data import document, file_entry, model_folder, safetensors, sha256
@@ -290,12 +290,15 @@ def test_given_facts_win_and_the_canary_is_worked_out_last(tmp_path: Path) -> No
         return Canary((1, 2), (3,))
 
     facts = Facts(
-        config={"max_model_len": 99, "kv_dtype": "fp8"}, canary=canary, quantisation="fp8"
+        config={"max_model_len": 99, "kv_dtype": "fp8"},
+        canary=canary,
+        quantisation="fp8",
+        scales=Scales("tensor", "F32"),
     )
     manifest, _, _ = build_manifest(folder, model="m", facts=facts)
     assert manifest.config["max_model_len"] == 99 and manifest.config["kv_dtype"] == "fp8"
     assert manifest.canary == Canary((1, 2), (3,)) and asked[0].canary is None
-    assert manifest.quantisation == "fp8"
+    assert manifest.quantisation == "fp8" and manifest.scales == Scales("tensor", "F32")
 
 
 def spoil_nothing_there(folder: Path) -> None:
@@ -382,6 +385,11 @@ async def test_a_file_that_changes_while_it_is_published_is_refused(
             (folder / "README.md").write_text("after")
 
     (folder / "README.md").write_text("before")
-    nobody: Any = None  # the registry must not be asked
+
+    class Nobody:  # the registry must not be asked, but that it holds the bytes meanwhile
+        async def hold_upload(self, *_hold: object, **_release: object) -> float:
+            return 0.0
+
+    nobody: Any = Nobody()
     with pytest.raises(InvalidField, match="changed while it was published"):
         await publish_directory(folder, model="m", registry=nobody, sink=blobs, progress=meddle)

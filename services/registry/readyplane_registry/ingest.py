@@ -1,53 +1,52 @@
-"""A folder of model files as a published artifact: read, hash, upload, publish, tag.
+"""A folder of model files as a published artifact: read, hash, upload, publish, sign, tag.
 
-Owns which files belong to an artifact and what is said of them; `safetensors` reads the headers,
-the registry judges the manifest. Handed to the command line and to the demo, with bytes going
-straight into a local store (`FileBlobs`) or over HTTP (`RemoteBlobs`).
+Owns the order of steps, and that a publication that was broken off is taken up where it ended.
+`checkpoint` says what the folder holds, `safetensors` reads the headers, the registry judges the
+manifest. Handed to the command line and to the demo, with bytes going straight into a local store
+(`FileBlobs`) or over HTTP (`RemoteBlobs`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import stat
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from readyplane.core.errors import InvalidField, Unavailable
+from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
 from readyplane.core.identity import (
     CHUNK_BYTES_DEFAULT,
     ArtifactKind,
     Canary,
     FileEntry,
     Manifest,
+    Scales,
     TensorEntry,
-    parse,
 )
 from readyplane.kit.auth import token_headers
 from readyplane.ports import Registry, Tag
 from readyplane.wire import error_from_document
 from readyplane_registry.blob_files import hash_file, tensors_in
+from readyplane_registry.checkpoint import (
+    Checkpoint,
+    Origin,
+    check_index,
+    check_told,
+    json_file,
+    model_facts,
+    purpose_of,
+    read_checkpoint,
+)
+from readyplane_registry.quantised import quantisation_of, scales_of
 
-PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-TOKENIZER_FILES = {
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "chat_template.json",
-    "chat_template.jinja",
-}
-CONFIG_BYTES_MAX = 16 * 1024 * 1024
 UPLOAD_BYTES = 1024 * 1024
 UPLOADS_MAX = 2
-INDEX = "model.safetensors.index.json"
+HOLD_NAMES_MAX = 5_000
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +66,14 @@ class Facts:
     Attributes:
         config: adds to, and wins over, what the folder's config.json tells.
         canary: the known answer, or a function that works it out from the manifest without one.
+        quantisation: empty: what config.json says, `none` when it says nothing.
+        scales: None: what config.json and the tensors' names say.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     canary: Canary | Callable[[Manifest], Canary] | None = None
-    quantisation: str = "none"
+    quantisation: str = ""
+    scales: Scales | None = None
     layout: str = "safetensors/1"
     loader_version: str = "1"
     tp: int = 1
@@ -83,7 +85,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The artifact as it now is in the registry; `skipped` are files that were left out."""
+    """The artifact as it now is in the registry.
+
+    Attributes:
+        uploaded_bytes: that were not there yet.
+        skipped: files that were left out.
+        origin: where the bytes came from, as recorded beside the manifest.
+        signed_by: id of the key that signed it now, or before; empty: none was given.
+    """
 
     digest: str
     created: bool
@@ -91,6 +100,19 @@ class Published:
     uploaded_bytes: int
     tag: Tag | None = None
     skipped: tuple[str, ...] = ()
+    origin: Origin = field(default_factory=Origin)
+    signed_by: str = ""
+
+
+class Signer(Protocol):
+    """Who signs: `readyplane.kit.signing.SigningKey`."""
+
+    public_key: bytes
+    key_id: str
+
+    def envelope(self, digest: str) -> str:
+        """A signature of a manifest's digest, as DSSE envelope."""
+        ...
 
 
 class ByteSink(Protocol):
@@ -115,34 +137,84 @@ async def publish_directory(
     sink: ByteSink,
     facts: Facts | None = None,
     tag: str = "",
+    revision: str = "",
+    signer: Signer | None = None,
     follow_links: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Published:
     """Publish a folder of safetensors files, and point a tag at it when one is given.
 
-    Bytes first, then the manifest, then the tag: what is broken off leaves no name behind, and is
-    taken up again by the same call. A tag is moved from where it points when the call begins.
+    Bytes first, then the manifest, its origin and signature, then the tag: what is broken off
+    leaves no name behind, and is taken up again by the same call. A tag is moved from where it
+    points when the call begins. A mutable revision is resolved once, before anything is read.
 
     Raises:
         InvalidField: a file, header or field is wrong; it is named.
+        IdentityMismatch: the folder mixes revisions, or holds other bytes than the hub promised.
         Refused: the registry would not take it; the reasons are listed.
         Conflict: somebody moved the tag meanwhile.
     """
     before = ""
     if tag:
         before = next((t.digest for t in await registry.list_tags() if t.name == tag), "")
-    manifest, paths, skipped = await asyncio.to_thread(
-        build_manifest,
-        directory,
-        model=model,
-        facts=facts or Facts(),
-        follow_links=follow_links,
-        progress=progress,
+    checkpoint = await asyncio.to_thread(
+        read_checkpoint, directory, revision=revision, follow_links=follow_links
     )
-    uploaded = await _upload(manifest, paths, sink, progress)
-    digest, created = await registry.publish_manifest(manifest.document())
+    manifest = await asyncio.to_thread(
+        manifest_of, checkpoint, model=model, facts=facts or Facts(), progress=progress
+    )
+    paths = {name: path for name, (path, _size) in checkpoint.files.items()}
+    async with _held(registry, manifest):
+        uploaded = await _upload(manifest, paths, sink, progress)
+        digest, created = await registry.publish_manifest(manifest.document())
+    if checkpoint.origin.fields():
+        await registry.record_origin(digest, checkpoint.origin.fields())
+    if signer is not None:
+        envelope = signer.envelope(digest)
+        await registry.sign_manifest(digest, public_key=signer.public_key, envelope=envelope)
     pointed = await registry.set_tag(tag, digest, expected_digest=before) if tag else None
-    return Published(digest, created, manifest, uploaded, pointed, skipped)
+    return Published(
+        digest=digest,
+        created=created,
+        manifest=manifest,
+        uploaded_bytes=uploaded,
+        tag=pointed,
+        skipped=checkpoint.skipped,
+        origin=checkpoint.origin,
+        signed_by="" if signer is None else signer.key_id,
+    )
+
+
+@asynccontextmanager
+async def _held(registry: Registry, manifest: Manifest) -> AsyncIterator[None]:
+    """The artifact's bytes, there or on their way, are not collected meanwhile (B119).
+
+    Held before it is asked what is stored: what is stored then stays. When the hold cannot be
+    renewed the publication goes on: the registry checks the bytes again before it stores the name.
+    """
+    names = sorted({entry.sha256 for entry in manifest.files})
+    upload_id = f"{manifest.digest}/{os.urandom(8).hex()}"
+
+    async def hold() -> float:
+        ttl_s = 0.0
+        for begin in range(0, len(names), HOLD_NAMES_MAX):
+            ttl_s = await registry.hold_upload(upload_id, names[begin : begin + HOLD_NAMES_MAX])
+        return ttl_s
+
+    async def renew(ttl_s: float) -> None:
+        while ttl_s > 0:
+            await asyncio.sleep(ttl_s / 3)
+            with contextlib.suppress(ReadyplaneError):
+                await registry.hold_upload(upload_id, ())
+
+    renewing = asyncio.create_task(renew(await hold()))
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
+        with contextlib.suppress(ReadyplaneError):  # it ends by itself
+            await registry.hold_upload(upload_id, (), release=True)
 
 
 async def _upload(
@@ -193,13 +265,39 @@ def build_manifest(
     Raises:
         InvalidField: names the file (and tensor) that is wrong.
     """
-    facts = facts or Facts()
-    found, skipped = _scan(directory, follow_links=follow_links)
-    total = sum(size for _path, size in found.values())
-    entries: list[FileEntry] = []
+    checkpoint = read_checkpoint(directory, follow_links=follow_links)
+    manifest = manifest_of(checkpoint, model=model, facts=facts or Facts(), progress=progress)
+    paths = {name: path for name, (path, _size) in checkpoint.files.items()}
+    return manifest, paths, checkpoint.skipped
+
+
+def manifest_of(
+    checkpoint: Checkpoint,
+    *,
+    model: str,
+    facts: Facts,
+    progress: Callable[[Progress], None] | None = None,
+) -> Manifest:
+    """The manifest of a checkpoint: all headers first, then every byte, read once. Blocking.
+
+    Raises:
+        InvalidField, IdentityMismatch: names the file (and tensor) that is wrong.
+    """
+    total = sum(size for _path, size in checkpoint.files.values())
     tensors: list[TensorEntry] = []
+    for name, (path, _size) in sorted(checkpoint.files.items()):
+        if name.endswith(".safetensors"):
+            with _opened(path, checkpoint) as descriptor:
+                size = os.fstat(descriptor).st_size
+                tensors.extend(tensors_in(descriptor, size_bytes=size, file=name))
+    check_index(checkpoint, tensors)
+    paths = {name: path for name, (path, _size) in checkpoint.files.items()}
+    config = json_file(paths[CONFIG], CONFIG) if CONFIG in paths else {}
+    quantisation = facts.quantisation or quantisation_of(config)
+    scales = facts.scales or scales_of(quantisation, config, tensors)
+    entries: list[FileEntry] = []
     done = 0
-    for name, (path, _size) in sorted(found.items()):
+    for name, path in sorted(paths.items()):
 
         def read(count: int, name: str = name) -> None:
             nonlocal done
@@ -207,161 +305,47 @@ def build_manifest(
             if progress is not None:
                 progress(Progress("hash", name, done, total))
 
-        entry, inside = _read_file(name, path, facts.chunk_bytes, follow_links, read)
-        entries.append(entry)
-        tensors.extend(inside)
-    paths = {name: path for name, (path, _size) in found.items()}
-    _check_tensors(directory, tensors, paths)
-    document = {
-        "schema": "readyplane/manifest/1",
-        "kind": str(ArtifactKind.WEIGHTS),
-        "model": model,
-        "files": [_entry(entry) for entry in entries],
-        "tensors": [_entry(tensor) for tensor in tensors],
-        "chunk_bytes": facts.chunk_bytes,
-        "quantisation": facts.quantisation,
-        "layout": facts.layout,
-        "loader_version": facts.loader_version,
-        "parallel": {"tp": facts.tp, "pp": facts.pp, "ep": facts.ep},
-        "capability": facts.capability,
-        "config": {**_model_facts(paths.get("config.json")), **facts.config},
-    }
-    manifest = Manifest.from_document(document)
+        with _opened(path, checkpoint) as descriptor:
+            size, sha256, chunks = hash_file(
+                descriptor, chunk_bytes=facts.chunk_bytes, progress=read
+            )
+        entries.append(FileEntry(name, size, sha256, chunks, purpose_of(name)))
+    check_told(checkpoint, entries)
+    manifest = Manifest(
+        kind=ArtifactKind.WEIGHTS,
+        model=model,
+        files=tuple(entries),
+        tensors=tuple(tensors),
+        chunk_bytes=facts.chunk_bytes,
+        quantisation=quantisation,
+        layout=facts.layout,
+        loader_version=facts.loader_version,
+        tp=facts.tp,
+        pp=facts.pp,
+        ep=facts.ep,
+        capability=facts.capability,
+        config={**model_facts(config), **facts.config},
+        scales=scales,
+    )
+    manifest = Manifest.from_document(manifest.document())
     canary = facts.canary(manifest) if callable(facts.canary) else facts.canary
-    if canary is not None:
-        manifest = Manifest.from_document({**document, "canary": _entry(canary)})
-    return manifest, paths, skipped
+    if canary is None:
+        return manifest
+    told = {name: list(tokens) for name, tokens in asdict(canary).items()}
+    return Manifest.from_document({**manifest.document(), "canary": told})
 
 
-def _entry(value: Any) -> dict[str, Any]:
-    names = type(value).__slots__
-    found = {name: getattr(value, name) for name in names}
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
-
-
-def _scan(
-    directory: Path, *, follow_links: bool
-) -> tuple[dict[str, tuple[Path, int]], tuple[str, ...]]:
-    """Every file of the folder by its relative name; hidden ones are left out and told."""
-    if not directory.is_dir():
-        raise InvalidField("directory", str(directory), "give a folder of safetensors files")
-    found: dict[str, tuple[Path, int]] = {}
-    skipped: list[str] = []
-    for folder, folders, names in os.walk(directory, followlinks=follow_links):
-        here = Path(folder)
-        for name in sorted(folders):
-            path = here / name
-            if name.startswith("."):
-                skipped.append(path.relative_to(directory).as_posix() + "/")
-            elif path.is_symlink() and not follow_links:
-                _refuse_link(path)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in names:
-            path = here / name
-            relative = path.relative_to(directory).as_posix()
-            if name.startswith("."):
-                skipped.append(relative)
-                continue
-            if path.is_symlink() and not follow_links:
-                _refuse_link(path)
-            facts = path.stat()
-            if not stat.S_ISREG(facts.st_mode):
-                raise InvalidField(str(path), stat.filemode(facts.st_mode), "give regular files")
-            if path.suffix in PICKLES:
-                remedy = "loading a pickle runs code; convert it to safetensors, or move it away"
-                raise InvalidField(str(path), path.suffix, remedy)
-            found[relative] = (path, facts.st_size)
-    if not any(name.endswith(".safetensors") for name in found):
-        raise InvalidField("directory", str(directory), "give a folder with .safetensors files")
-    return found, tuple(skipped)
-
-
-def _refuse_link(path: Path) -> None:
-    remedy = "a link may point anywhere: copy the file, or allow links (follow_links)"
-    raise InvalidField(str(path), "symbolic link", remedy)
-
-
-def _purpose(name: str) -> str:
-    last = name.rpartition("/")[2]
-    if name.endswith(".safetensors"):
-        return "weights"
-    if last in TOKENIZER_FILES:
-        return "tokenizer"
-    return "config" if last.endswith(".json") else "other"
-
-
-def _read_file(
-    name: str,
-    path: Path,
-    chunk_bytes: int,
-    follow_links: bool,
-    progress: Callable[[int], None],
-) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
-    flags = os.O_RDONLY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+@contextlib.contextmanager
+def _opened(path: Path, checkpoint: Checkpoint) -> Iterator[int]:
+    flags = os.O_RDONLY | os.O_CLOEXEC | (0 if checkpoint.follow_links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
         raise InvalidField(str(path), error.strerror, "give files that can be read") from error
     try:
-        size = os.fstat(descriptor).st_size
-        inside: tuple[TensorEntry, ...] = ()
-        if name.endswith(".safetensors"):
-            inside = tensors_in(descriptor, size_bytes=size, file=name)
-        size, sha256, chunks = hash_file(descriptor, chunk_bytes=chunk_bytes, progress=progress)
+        yield descriptor
     finally:
         os.close(descriptor)
-    return FileEntry(name, size, sha256, chunks, _purpose(name)), inside
-
-
-def _check_tensors(directory: Path, tensors: list[TensorEntry], paths: Mapping[str, Path]) -> None:
-    """Each tensor lies in one file, and an index says the same as the files do."""
-    where: dict[str, str] = {}
-    for tensor in tensors:
-        other = where.setdefault(tensor.name, tensor.file)
-        if other != tensor.file:
-            raise InvalidField(
-                f"{tensor.file}: tensor {tensor.name!r}", other, "keep each tensor in one file"
-            )
-    if INDEX not in paths:
-        return
-    listed = _json_file(paths[INDEX]).get("weight_map")
-    if not isinstance(listed, dict):
-        raise InvalidField(f"{INDEX}: weight_map", listed, "map each tensor to its file")
-    for name in sorted(set(listed) | set(where)):
-        if listed.get(name) != where.get(name):
-            raise InvalidField(
-                f"{INDEX}: tensor {name!r}",
-                listed.get(name),
-                f"the files of {directory.name} say {where.get(name)}; download them again",
-            )
-
-
-def _json_file(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > CONFIG_BYTES_MAX:
-        raise InvalidField(str(path), path.stat().st_size, f"stay below {CONFIG_BYTES_MAX} bytes")
-    found = parse(path.read_bytes(), where=path.name)
-    if not isinstance(found, dict):
-        raise InvalidField(path.name, found, "hold a JSON object")
-    return found
-
-
-def _model_facts(config: Path | None) -> dict[str, Any]:
-    """What a model's own config.json tells that router, engine and canary need."""
-    if config is None:
-        return {}
-    outer = _json_file(config)
-    inner = outer.get("text_config")
-    told = {**outer, **inner} if isinstance(inner, dict) else outer
-    names = {
-        "max_model_len": ("max_model_len", "max_position_embeddings", "n_positions"),
-        "vocab_size": ("vocab_size",),
-        "eos_token_id": ("eos_token_id",),
-    }
-    return {
-        name: value
-        for name, sources in names.items()
-        if (value := next((told[s] for s in sources if told.get(s) is not None), None)) is not None
-    }
 
 
 class RemoteBlobs:

@@ -1,0 +1,313 @@
+"""A folder of model files as a hub leaves it: which files, whose revision, what its index promises.
+
+Owns what belongs to an artifact and what is refused (pickles, foreign links, missing shards, files
+of two revisions), and where the bytes came from (`Origin`). `safetensors` reads the headers;
+handed to `ingest`, which hashes and publishes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from readyplane.core.errors import IdentityMismatch, InvalidField
+from readyplane.core.identity import FileEntry, TensorEntry, parse
+
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+}
+JSON_BYTES_MAX = 64 * 1024 * 1024
+FILES_MAX = 100_000
+INDEX_SUFFIX = ".safetensors.index.json"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+CONTENT = re.compile(r"[0-9a-f]{64}")
+DOWNLOADS = Path(".cache", "huggingface", "download")
+FAULTS_SHOWN_MAX = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a folder's bytes came from; told beside the artifact, never part of its identity.
+
+    Attributes:
+        repository: name at the hub, empty when the folder does not say.
+        ref: the mutable name that was resolved, once (a branch or tag); empty: none was.
+        commit: the revision that all files belong to; empty when the folder does not say.
+    """
+
+    repository: str = ""
+    ref: str = ""
+    commit: str = ""
+
+    def fields(self) -> dict[str, str]:
+        """The fields that are known."""
+        told = {"repository": self.repository, "ref": self.ref, "commit": self.commit}
+        return {name: value for name, value in told.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The files of a folder.
+
+    Attributes:
+        directory: where they lie, a mutable revision resolved.
+        files: relative POSIX path to (file to read, size in bytes).
+        skipped: hidden files and folders that were left out.
+        origin: where they came from.
+        told_sha256: content that the hub promised when they were downloaded, by path.
+        follow_links: files may be links; else none is opened, also one that came since.
+    """
+
+    directory: Path
+    files: Mapping[str, tuple[Path, int]]
+    skipped: tuple[str, ...]
+    origin: Origin = field(default_factory=Origin)
+    told_sha256: Mapping[str, str] = field(default_factory=dict)
+    follow_links: bool = False
+
+
+def read_checkpoint(
+    directory: Path, *, revision: str = "", follow_links: bool = False
+) -> Checkpoint:
+    """The files of a folder, of a hub's cache (`models--ORG--NAME`) at a revision, or of a snapshot.
+
+    Raises:
+        InvalidField: a file or the revision is wrong; it is named.
+        IdentityMismatch: the files were downloaded from two revisions (B106).
+    """
+    directory, origin = _resolved(directory, revision)
+    snapshot = _hub_of(directory)
+    files: dict[str, tuple[Path, int]] = {}
+    skipped: list[str] = []
+    told: dict[str, str] = {}
+    for path in _walk(directory, skipped, follow_links=follow_links):
+        relative = path.relative_to(directory).as_posix()
+        real = _real(path, snapshot, follow_links=follow_links)
+        facts = real.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise InvalidField(str(path), stat.filemode(facts.st_mode), "give regular files")
+        if path.suffix in PICKLES:
+            remedy = "loading a pickle runs code; convert it to safetensors, or move it away"
+            raise InvalidField(str(path), path.suffix, remedy)
+        files[relative] = (real, facts.st_size)
+        if len(files) > FILES_MAX:
+            raise InvalidField("directory", str(directory), f"give {FILES_MAX} files at most")
+        if snapshot is not None and CONTENT.fullmatch(real.name):
+            told[relative] = real.name
+    if not any(name.endswith(".safetensors") for name in files):
+        raise InvalidField("directory", str(directory), "give a folder with .safetensors files")
+    commits = _downloads(directory, files, told)
+    if len(commits) > 1:
+        shown = [f"{name}: commit {commit}" for commit, name in sorted(commits.items())]
+        remedy = "download all of it again at one commit"
+        raise IdentityMismatch(f"files of {directory}", shown[:FAULTS_SHOWN_MAX], remedy)
+    if commits and not origin.commit:
+        origin = Origin(origin.repository, origin.ref, next(iter(commits)))
+    if revision and revision not in {origin.ref, origin.commit}:
+        known = f"the folder is of commit {origin.commit}" if origin.commit else "it names none"
+        raise InvalidField("--revision", revision, f"leave it out: {known}")
+    return Checkpoint(directory, files, tuple(skipped), origin, told, follow_links)
+
+
+def _resolved(directory: Path, revision: str) -> tuple[Path, Origin]:
+    """A mutable revision becomes a commit here, once; whoever asks later gets the commit."""
+    if not directory.is_dir():
+        raise InvalidField("directory", str(directory), "give a folder of safetensors files")
+    kind, _, name = directory.name.partition("--")
+    if kind == "models" and name and (directory / "snapshots").is_dir():
+        ref, commit = revision or "main", revision
+        if not COMMIT.fullmatch(ref):
+            if ".." in Path(ref).parts or Path(ref).is_absolute():
+                raise InvalidField("--revision", ref, "name a branch, a tag or a commit")
+            named = directory / "refs" / ref
+            commit = named.read_text().strip() if named.is_file() else ""
+        snapshot = directory / "snapshots" / commit
+        if not COMMIT.fullmatch(commit) or not snapshot.is_dir():
+            have = sorted(path.name for path in (directory / "snapshots").iterdir())
+            remedy = f"name a revision that was downloaded; commits here: {', '.join(have[:4])}"
+            raise InvalidField("--revision", ref, remedy)
+        mutable = "" if ref == commit else ref
+        return snapshot, Origin(name.replace("--", "/"), mutable, commit)
+    if directory.parent.name == "snapshots" and COMMIT.fullmatch(directory.name):
+        name = directory.parent.parent.name.removeprefix("models--")
+        return directory, Origin(name.replace("--", "/"), "", directory.name)
+    return directory, Origin()
+
+
+def _hub_of(directory: Path) -> Path | None:
+    """The folder of contents that links of a hub's snapshot point into, if this is one."""
+    if directory.parent.name != "snapshots":
+        return None
+    blobs = directory.parent.parent / "blobs"
+    return Path(os.path.realpath(blobs)) if blobs.is_dir() else None
+
+
+def _walk(directory: Path, skipped: list[str], *, follow_links: bool) -> list[Path]:
+    """Every file; hidden ones are left out and told."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(directory, followlinks=follow_links):
+        here = Path(folder)
+        for name in sorted(folders):
+            path = here / name
+            if name.startswith("."):
+                skipped.append(path.relative_to(directory).as_posix() + "/")
+            elif path.is_symlink() and not follow_links:
+                _refuse_link(path)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            if name.startswith("."):
+                skipped.append((here / name).relative_to(directory).as_posix())
+            else:
+                found.append(here / name)
+    return found
+
+
+def _real(path: Path, snapshot: Path | None, *, follow_links: bool) -> Path:
+    """The file to read: a link is followed when allowed, or into the hub's own contents."""
+    if not path.is_symlink():
+        return path
+    real = Path(os.path.realpath(path))
+    if snapshot is not None and real.parent == snapshot:
+        if not real.is_file():
+            raise InvalidField(str(path), "a link to nothing", "download it again")
+        return real
+    if not follow_links:
+        _refuse_link(path)
+    if not real.exists():
+        raise InvalidField(str(path), "a link to nothing", "download it again")
+    return path
+
+
+def _refuse_link(path: Path) -> None:
+    remedy = "a link may point anywhere: copy the file, or allow links (follow_links)"
+    raise InvalidField(str(path), "symbolic link", remedy)
+
+
+def _downloads(
+    directory: Path, files: Mapping[str, object], told: dict[str, str]
+) -> dict[str, str]:
+    """Commits that a hub's client noted beside the files it downloaded, each with one of them."""
+    commits: dict[str, str] = {}
+    for name in sorted(files):
+        note = directory / DOWNLOADS / f"{name}.metadata"
+        if not note.is_file() or note.stat().st_size > 4096:
+            continue
+        lines = note.read_text(errors="replace").splitlines()
+        if lines and COMMIT.fullmatch(lines[0]):
+            commits.setdefault(lines[0], name)
+        if len(lines) > 1 and CONTENT.fullmatch(lines[1]):
+            told[name] = lines[1]
+    return commits
+
+
+def check_told(checkpoint: Checkpoint, entries: Sequence[FileEntry]) -> None:
+    """Bytes are those that the hub promised under this commit (B107).
+
+    Raises:
+        IdentityMismatch: names the files that hold other bytes.
+    """
+    wrong = [
+        f"{entry.path}: {entry.sha256}, but the hub said sha256:{told}"
+        for entry in entries
+        if (told := checkpoint.told_sha256.get(entry.path)) and entry.sha256 != f"sha256:{told}"
+    ]
+    if wrong:
+        remedy = "the download was cut off or mixed; download these files again"
+        raise IdentityMismatch(f"files of {checkpoint.directory}", wrong[:FAULTS_SHOWN_MAX], remedy)
+
+
+def purpose_of(name: str) -> str:
+    """`weights`, `tokenizer`, `config` or `other`, by the name of a file."""
+    last = name.rpartition("/")[2]
+    if name.endswith(".safetensors"):
+        return "weights"
+    if last in TOKENIZER_FILES:
+        return "tokenizer"
+    return "config" if last.endswith(".json") else "other"
+
+
+def check_index(checkpoint: Checkpoint, tensors: Sequence[TensorEntry]) -> None:
+    """Each tensor lies in one file, each index has all its shards, and says what the files say.
+
+    Raises:
+        InvalidField: names the index, the shard or tensor, and what to do.
+    """
+    where: dict[str, str] = {}
+    for tensor in tensors:
+        other = where.setdefault(tensor.name, tensor.file)
+        if other != tensor.file:
+            raise InvalidField(
+                f"{tensor.file}: tensor {tensor.name!r}", other, "keep each tensor in one file"
+            )
+    for name, (path, _size) in sorted(checkpoint.files.items()):
+        if name.endswith(INDEX_SUFFIX):
+            _check_one_index(checkpoint, name, path, where)
+
+
+def _check_one_index(
+    checkpoint: Checkpoint, name: str, path: Path, where: Mapping[str, str]
+) -> None:
+    listed = json_file(path, name).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
+        raise InvalidField(f"{name}: weight_map", listed, "map each tensor to its file")
+    folder = name.rpartition("/")[0]
+    at = f"{folder}/" if folder else ""
+    for shard in sorted(set(listed.values())):
+        if at + shard not in checkpoint.files:
+            count = sum(1 for file in listed.values() if file == shard)
+            raise InvalidField(
+                f"{name}: shard {shard!r}",
+                "missing",
+                f"download it again: {count} tensors lie in it, and it is not in the folder",
+            )
+    beside = {tensor for tensor, file in where.items() if file.rpartition("/")[0] == folder}
+    for tensor in sorted(set(listed) | beside):
+        found = where.get(tensor)
+        if found is None or at + str(listed.get(tensor)) != found:
+            raise InvalidField(
+                f"{name}: tensor {tensor!r}",
+                listed.get(tensor),
+                f"the files of {checkpoint.directory.name} say {found}; download them again",
+            )
+
+
+def json_file(path: Path, name: str) -> dict[str, Any]:
+    """A JSON object of the folder. Raises InvalidField naming the file."""
+    size = path.stat().st_size
+    if size > JSON_BYTES_MAX:
+        raise InvalidField(name, f"{size} bytes", f"stay below {JSON_BYTES_MAX} bytes")
+    found = parse(path.read_bytes(), where=name)
+    if not isinstance(found, dict):
+        raise InvalidField(name, found, "hold a JSON object")
+    return found
+
+
+def model_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's own config.json tells that router, engine and canary need."""
+    inner = config.get("text_config")
+    told = {**config, **inner} if isinstance(inner, dict) else config
+    names = {
+        "max_model_len": ("max_model_len", "max_position_embeddings", "n_positions"),
+        "vocab_size": ("vocab_size",),
+        "eos_token_id": ("eos_token_id",),
+    }
+    return {
+        name: value
+        for name, sources in names.items()
+        if (value := next((told[s] for s in sources if told.get(s) is not None), None)) is not None
+    }
