@@ -67,6 +67,10 @@ bench-pairing: setup ## Our choice of pairs beside six others, in the simulator 
 bench-decide: setup ## How long one choice of a pair takes, by the size of the fleet (ARGS).
 	$(PY) -m bench.decide $(ARGS)
 
+.PHONY: bench-transfer
+bench-transfer: setup ## Weights from agent to agent: against a plain stream, fanning out, beside serving (ARGS).
+	$(PY) -m bench.transfer $(ARGS)
+
 # ---------------------------------------------------------------------- tests
 
 # The quick layers run side by side, then the ones that start real processes one after the other,

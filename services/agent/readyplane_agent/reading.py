@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -49,6 +50,15 @@ class Reader:
     node: str
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A reader's place at a source; the same `request_id` renews it."""
+
+    request_id: str
+    transfer_id: str
+    ttl_s: float
+
+
 class Reading:
     """All sources of one load, each used on its own or together with others.
 
@@ -78,25 +88,22 @@ class Reading:
         self._pipeline, self._fanout, self._fetched, self._stop = pipeline, fanout, fetched, stop
         self._layout = layout_digest(arena.manifest)
         self._giving_back: set[asyncio.Task[None]] = set()
+        self._numbers = count()
 
     async def use(
         self, source: Source, gone: threading.Event, *, connections: int = 0
     ) -> SourceUse:
         """Read from a source until it has no more to give, fails, or `gone` is set."""
         use = SourceUse(source.source_id, source.tier)
+        place = None
+        if source.tier is not WeightTier.L2_NVME:  # the node's own cache needs no place
+            place = await self._place(source, use)
         self._fetched.uses.append(use)
-        local = source.tier in LOCAL_TIERS
-        name = SegmentName.WEIGHT_READ if local else SegmentName.WEIGHT_TRANSFER
-        start_s = self._clock.monotonic_s()
-        with self._trace.span(name) as span:
-            span.detail = lambda: use.text(self._clock.monotonic_s(), start_s)
-            try:
-                await self._leased(source, use, gone, connections)
-            finally:
-                use.elapsed_s = self._clock.monotonic_s() - start_s
-                span.detail = use.text()
+        if use.fault is None:
+            await self._timed(source, use, place, gone, connections)
         if use.fault is not None:
-            log.warning("source %s failed: %s", source.source_id, use.fault)
+            level = logging.INFO if use.fault.kind == "busy" else logging.WARNING
+            log.log(level, "source %s: %s", source.source_id, use.fault)
         return use
 
     async def settle(self) -> None:
@@ -104,23 +111,50 @@ class Reading:
         if self._giving_back:
             await asyncio.wait(set(self._giving_back), timeout=GIVE_BACK_LIMIT_S)
 
-    async def _leased(
-        self, source: Source, use: SourceUse, gone: threading.Event, connections: int
-    ) -> None:
-        """Read under a reader's place; the node's own cache needs none."""
-        if source.tier is WeightTier.L2_NVME:
-            await self._read(source, use, gone, None, 0)
-            return
+    async def _place(self, source: Source, use: SourceUse) -> Place | None:
+        """A reader's place at the source, None with `use.fault` set when there is none."""
+        request_id = f"{self._reader.incarnation}:{source.source_id}:{next(self._numbers)}"
         try:
-            transfer_id, ttl_s = await self._acquire(source, use)
+            return await self._acquire(source, request_id)
         except NoPair as error:
             use.fault = Fault("busy", str(error))
-            return
         except IdentityMismatch as error:
             use.fault = Fault("unfit", str(error))
-            return
         except (NotFound, StaleEpoch, Unavailable) as error:
             use.fault = Fault("dead", str(error))
+        return None
+
+    async def _timed(
+        self,
+        source: Source,
+        use: SourceUse,
+        place: Place | None,
+        gone: threading.Event,
+        connections: int,
+    ) -> None:
+        """One segment of the start's trace, with what came from where (B125)."""
+        local = source.tier in LOCAL_TIERS
+        name = SegmentName.WEIGHT_READ if local else SegmentName.WEIGHT_TRANSFER
+        start_s = self._clock.monotonic_s()
+        with self._trace.span(name) as span:
+            span.detail = lambda: use.text(self._clock.monotonic_s(), start_s)
+            try:
+                await self._leased(source, use, place, gone, connections)
+            finally:
+                use.elapsed_s = self._clock.monotonic_s() - start_s
+                span.detail = use.text()
+
+    async def _leased(
+        self,
+        source: Source,
+        use: SourceUse,
+        place: Place | None,
+        gone: threading.Event,
+        connections: int,
+    ) -> None:
+        """Read, keeping the place until the end, and give it back then."""
+        if place is None:
+            await self._read(source, use, gone, None, 0)
             return
         side: Side | None = None
         if not source.url.startswith("file:"):
@@ -130,7 +164,7 @@ class Reading:
                 whole=not source.partial,
                 storage=not source.worker_id,
             )
-        renewing = asyncio.create_task(self._keep(source, use, ttl_s, gone, side))
+        renewing = asyncio.create_task(self._keep(source, place, gone, side))
         start_s = self._clock.monotonic_s()
         try:
             await self._read(source, use, gone, side, connections)
@@ -138,40 +172,35 @@ class Reading:
             renewing.cancel()
             self._fanout.leave(source.source_id)
         took_s = self._clock.monotonic_s() - start_s
-        giving = asyncio.create_task(self._give_back(source, use, transfer_id, took_s))
+        giving = asyncio.create_task(self._give_back(source, use, place.transfer_id, took_s))
         self._giving_back.add(giving)
         giving.add_done_callback(self._giving_back.discard)
 
-    async def _acquire(self, source: Source, use: SourceUse) -> tuple[str, float]:
+    async def _acquire(self, source: Source, request_id: str) -> Place:
         me = self._reader
         got = await self._registry.acquire_transfer(
             source.source_id,
             self._arena.manifest.digest,
             worker_id=me.worker_id,
             incarnation=me.incarnation,
-            request_id=f"{me.incarnation}:{source.source_id}:{self._fetched.uses.index(use)}",
+            request_id=request_id,
             source_incarnation=source.incarnation,
             # Of many that planned at once one gets the place, the others read behind it.
             readers_seen=source.readers if source.worker_id else None,
         )
-        return got.transfer_id, got.ttl_s
+        return Place(request_id, got.transfer_id, got.ttl_s)
 
     async def _keep(
-        self,
-        source: Source,
-        use: SourceUse,
-        ttl_s: float,
-        gone: threading.Event,
-        side: Side | None,
+        self, source: Source, place: Place, gone: threading.Event, side: Side | None
     ) -> None:
         """Renew the reader's place; a source that no longer grants it is left (B148).
 
-        One that drains has taken itself back, and lets us finish within its own bound.
+        One that drains may have taken itself back, and lets us finish within its own bound.
         """
         while True:
-            await self._clock.sleep(ttl_s / 3)
+            await self._clock.sleep(place.ttl_s / 3)
             try:
-                await self._acquire(source, use)
+                await self._acquire(source, place.request_id)
             except (NotFound, StaleEpoch):
                 if side is None or not side.draining:
                     gone.set()

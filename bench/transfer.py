@@ -1,0 +1,250 @@
+"""`make bench-transfer`: weights from agent to agent, against a plain stream and against serving.
+
+Prints `bench-transfer tcp_ratio= fanout_ratio= interference_ratio=` at the end.
+
+tcp_ratio: throughput of one load from one peer (`Loader`, `TransferServer`, chunks hashed by the
+receiver) over that of plain TCP streams of the same bytes that hash alike (one stream or four,
+whichever is faster), both into memory faulted in before; median over rounds in turns.
+fanout_ratio: seconds until eight starters have everything from one source over seconds of one, every
+agent's egress capped equally. interference_ratio: the source's time per output token, and the P99 of
+its KV transfers, with a push over without; the worse of the two (`bench.transfer_serving`).
+
+A figure that could not be taken is printed as nan, with the reason above it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from readyplane.core.identity import (
+    ArtifactKind,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    chunk_hash,
+    digest_of_bytes,
+)
+from readyplane.kit.auth import TokenCheck
+from readyplane.kit.clock import SystemClock
+from readyplane.kit.rpc import Guard
+from readyplane_registry import rpc
+from readyplane_registry.blobs import MemoryBlobs
+from readyplane_registry.fetching import RegistryPolicy
+from readyplane_registry.live import MemoryLive
+from readyplane_registry.service import RegistryService
+from readyplane_registry.store import MemoryCatalog
+
+ANSWER_LIMIT_S = 180.0
+
+
+def make_artifact(folder: Path, *, size_bytes: int, chunk_bytes: int) -> Manifest:
+    """Random bytes in one file with one tensor, and the manifest of it beside them."""
+    data = np.random.default_rng(7).integers(0, 256, size_bytes, dtype=np.uint8).tobytes()
+    (folder / "weights.bin").write_bytes(data)
+    entry = FileEntry(
+        path="weights.bin",
+        size_bytes=size_bytes,
+        sha256=digest_of_bytes(data),
+        chunks=tuple(
+            chunk_hash(data[at : at + chunk_bytes]) for at in range(0, size_bytes, chunk_bytes)
+        ),
+    )
+    tensor = TensorEntry("w", "U8", (size_bytes,), "weights.bin", 0, size_bytes)
+    manifest = Manifest(
+        ArtifactKind.WEIGHTS,
+        "bench",
+        (entry,),
+        (tensor,),
+        chunk_bytes=chunk_bytes,
+        config={"max_model_len": 4096, "vocab_size": 512, "eos_token_id": 2},
+    )
+    (folder / "manifest.json").write_text(json.dumps(manifest.document()))
+    return manifest
+
+
+@asynccontextmanager
+async def registry(manifest: Manifest) -> AsyncIterator[str]:
+    """A registry over gRPC with memory stores that knows the artifact; its address."""
+    ids = itertools.count()
+    clock = SystemClock()
+    policy = RegistryPolicy()
+    service = RegistryService(
+        store=MemoryCatalog(),
+        live=MemoryLive(clock, weight=policy.ranking.weight),
+        blobs=MemoryBlobs(),
+        clock=clock,
+        make_id=lambda: f"transfer-{next(ids)}",
+        storage_url=lambda: "",
+        policy=policy,
+    )
+    await service.publish_manifest(manifest.document(), bytes_elsewhere=True)
+    server = grpc.aio.server(interceptors=(Guard(TokenCheck("")),))
+    rpc.register(server, service)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+class Child:
+    """One process of `bench.transfer_sides`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def answer(self) -> dict[str, Any]:
+        """Its next line."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(ANSWER_LIMIT_S):
+            line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a process of the bench ended early; see what it wrote above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def tell(self, line: str) -> None:
+        """Give it an order."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+
+
+@asynccontextmanager
+async def child(
+    kind: str, name: str, folder: Path, address: str, *, rate: float = 0.0, readers: int = 2
+) -> AsyncIterator[Child]:
+    """A child that ends with the block."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.transfer_sides", kind),
+        *("--name", name, "--folder", str(folder), "--registry", address),
+        *("--rate", str(rate), "--readers", str(readers)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=2**20,
+    )
+    try:
+        yield Child(process)
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(5.0):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def against_plain(folder: Path, *, size_bytes: int, rounds: int) -> float:
+    """Our throughput over that of the faster plain way, median over rounds."""
+    manifest = make_artifact(folder, size_bytes=size_bytes, chunk_bytes=4 * 2**20)
+    async with (
+        registry(manifest) as address,
+        child("source", "s0", folder, address) as source,
+        child("versus", "r0", folder, address) as reader,
+    ):
+        told = await source.answer()
+        await reader.answer()
+        ratios: list[float] = []
+        for number in range(rounds + 1):
+            reader.tell(f"round {told['plain']}")
+            seen = await reader.answer()
+            ours, plain = seen["ours"]["seconds"], min(seen["plain1"], seen["plain4"])
+            assert sum(seen["ours"]["given"].values()) == size_bytes
+            print(
+                f"  round {number}: ours {size_bytes / ours / 1e9:.2f} GB/s, plain streams "
+                f"{size_bytes / seen['plain1'] / 1e9:.2f} (1) and "
+                f"{size_bytes / seen['plain4'] / 1e9:.2f} (4), ratio {plain / ours:.2f}"
+                + ("" if number else " (to warm up, not counted)")
+            )
+            if number:
+                ratios.append(plain / ours)
+        return statistics.median(ratios)
+
+
+async def fan_out(
+    folder: Path, *, size_bytes: int, chunk_bytes: int, rate: float, starters: int, readers: int
+) -> float:
+    """Seconds until all of `starters` have everything, from one source that holds it."""
+    manifest = make_artifact(folder, size_bytes=size_bytes, chunk_bytes=chunk_bytes)
+    async with registry(manifest) as address, AsyncExitStack() as stack:
+        source = await stack.enter_async_context(
+            child("source", "s0", folder, address, rate=rate, readers=readers)
+        )
+        await source.answer()
+        children = [
+            await stack.enter_async_context(
+                child("starter", f"w{n}", folder, address, rate=rate, readers=readers)
+            )
+            for n in range(starters)
+        ]
+        for each in children:
+            await each.answer()
+        for each in children:
+            each.tell("go")
+        results = [await each.answer() for each in children]
+        begun_s, ended_s = min(r["begun_s"] for r in results), max(r["at_s"] for r in results)
+        for n, result in enumerate(results):
+            given = {k.split(":")[1]: round(v / size_bytes, 2) for k, v in result["given"].items()}
+            faults = f", {len(result['faults'])} faults" if result["faults"] else ""
+            print(f"  w{n}: {result['seconds']:.2f} s, shares {given}{faults}")
+        return float(ended_s - begun_s)
+
+
+async def measure(options: argparse.Namespace) -> dict[str, float]:
+    """All figures that were asked for."""
+    found = dict.fromkeys(("tcp_ratio", "fanout_ratio", "interference_ratio"), math.nan)
+    shm = Path("/dev/shm")
+    where = shm if shm.is_dir() else None
+    if "tcp" in options.only:
+        with tempfile.TemporaryDirectory(dir=where) as folder:
+            found["tcp_ratio"] = await against_plain(
+                Path(folder), size_bytes=options.mib * 2**20, rounds=options.rounds
+            )
+    if "fanout" in options.only:
+        size = {"size_bytes": options.fanout_mib * 2**20, "chunk_bytes": 256 * 2**10}
+        rate = options.rate_mb_per_s * 1e6
+        took = []
+        for count in (1, options.starters):
+            with tempfile.TemporaryDirectory(dir=where) as folder:
+                took.append(
+                    await fan_out(
+                        Path(folder), **size, rate=rate, starters=count, readers=options.readers
+                    )
+                )
+            print(f"  {count} starters: {took[-1]:.2f} s at {options.rate_mb_per_s:g} MB/s each")
+        found["fanout_ratio"] = took[1] / took[0]
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=["tcp", "fanout", "serving"])
+    parser.add_argument("--mib", type=int, default=512, help="size of the load from one peer")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--fanout-mib", type=int, default=32)
+    parser.add_argument("--rate-mb-per-s", type=float, default=8.0, help="every agent's egress")
+    parser.add_argument("--starters", type=int, default=8)
+    parser.add_argument("--readers", type=int, default=2, help="readers' places of each agent")
+    found = asyncio.run(measure(parser.parse_args()))
+    print("bench-transfer " + " ".join(f"{name}={value:.3f}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()
