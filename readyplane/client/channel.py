@@ -50,11 +50,17 @@ KEEPALIVE_OF_SEVERAL = (
 )
 """Where there is another address to go to, one that hangs is left within seconds: its connection
 stands, and the kernel takes new ones, so that nothing else tells of it."""
+SHUFFLED = (
+    ("grpc.service_config", '{"loadBalancingConfig":[{"pick_first":{"shuffleAddressList":true}}]}'),
+)
+"""A name may have several numbers, told to all in one order: each client tries them in its own."""
 
 
 def options(address: str) -> tuple[tuple[str, Any], ...]:
     """Of a channel to one address, or to several separated by commas."""
-    return (*OPTIONS, *(KEEPALIVE_OF_SEVERAL if "," in address else KEEPALIVE))
+    if "," in address:
+        return (*OPTIONS, *KEEPALIVE_OF_SEVERAL)
+    return (*OPTIONS, *KEEPALIVE, *SHUFFLED)
 
 
 def target(address: str, *, first: int = 0) -> str:
@@ -62,7 +68,7 @@ def target(address: str, *, first: int = 0) -> str:
 
     Of several one is used until it goes away: the one at `first`, or the next that answers. gRPC
     takes a list of numbers, not of names: the names of a list are looked up once, here. A single
-    name is left to gRPC, which looks it up again when it must.
+    name is left to gRPC, which looks it up again when it must; see `SHUFFLED`.
     """
     parts = [part.strip() for part in address.split(",") if part.strip()]
     if len(parts) < 2:
@@ -73,9 +79,11 @@ def target(address: str, *, first: int = 0) -> str:
     for part in parts:
         host, _, port = part.rpartition(":")
         with contextlib.suppress(OSError):  # those that have a number must do
-            family, *_, where = socket.getaddrinfo(host.strip("[]"), port)[0]
-            number = f"[{where[0]}]" if family == socket.AF_INET6 else where[0]
-            found[family].append(f"{number}:{port}")
+            told = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+            turn = first % len(told)
+            for family, *_, where in told[turn:] + told[:turn]:
+                number = f"[{where[0]}]" if family == socket.AF_INET6 else where[0]
+                found[family].append(f"{number}:{port}")
     if found[socket.AF_INET]:
         return "ipv4:" + ",".join(found[socket.AF_INET])
     if found[socket.AF_INET6]:
