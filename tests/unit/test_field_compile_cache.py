@@ -5,14 +5,36 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from readyplane.core.compile_key import FACTORS, CompileFacts, compile_key, differences, known
+from readyplane.core.compile_key import (
+    FACTORS,
+    CompileFacts,
+    absent,
+    compile_key,
+    differences,
+    known,
+    unknown,
+)
+from readyplane.core.errors import InvalidField
+from readyplane.core.identity import KvFormat, canonical
+from readyplane.core.kv_profile import (
+    KvProfile,
+    MemoryFacts,
+    Refuse,
+    Reuse,
+    fingerprint_of,
+    group_profile,
+    kv_profile_from,
+    may_reuse,
+    measured,
+)
 from readyplane_agent.compile_archive import Index, pack, read_index
 from readyplane_agent.compile_store import CompileStore
 
@@ -176,3 +198,163 @@ def test_b142_an_entry_that_lacks_a_listed_file_is_no_hit(tmp_path: Path, number
     assert f"kernel-{number}" in taken.detail
     assert not (tmp_path / "engine").exists()
     assert list((tmp_path / "s" / "quarantine").iterdir())
+
+
+# ------------------------------------------------------------------------------------- KV profile
+
+GIB = 2**30
+MEMORY = MemoryFacts(
+    device_total_bytes=80 * GIB,
+    co_tenant_bytes=0,
+    co_tenants=0,
+    container_limit_bytes=0,
+    memory_share=0.9,
+    block_size=16,
+    max_batch_tokens=8192,
+    max_num_seqs=256,
+)
+
+
+def profile(memory: MemoryFacts = MEMORY, **more: int) -> KvProfile:
+    assert memory.device_total_bytes is not None and memory.memory_share is not None
+    assert memory.co_tenant_bytes is not None and memory.block_size is not None
+    numbers = {"weights": 16 * GIB, "activations": 4 * GIB, "graphs": 2 * GIB, "other": GIB}
+    return measured(
+        fingerprint_of(BASE, memory)[0],
+        device_total_bytes=memory.device_total_bytes,
+        memory_share=memory.memory_share,
+        co_tenant_bytes=memory.co_tenant_bytes,
+        block_size=memory.block_size,
+        **{"block_bytes": 2 * 2**20, **numbers, **more},
+    )
+
+
+def verdict(
+    kept: KvProfile, memory: MemoryFacts = MEMORY, *, free: int = 79 * GIB, loaded: bool = False
+) -> Reuse | Refuse:
+    return may_reuse(kept, BASE, memory, free_bytes_now=known(free), loaded=loaded)
+
+
+def refused(found: Reuse | Refuse) -> Refuse:
+    assert isinstance(found, Refuse)
+    return found
+
+
+def test_b137_a_profile_taken_beside_a_neighbour_is_not_reused_on_a_clean_device() -> None:
+    beside = replace(MEMORY, co_tenant_bytes=10 * GIB, co_tenants=1)
+    kept = profile(beside)
+    assert kept.fingerprint["kv.co_tenant_bytes"] == str(10 * GIB)
+    found = refused(verdict(kept))
+    assert found.kinds == ("fingerprint_mismatch",)
+    assert any("kv.co_tenant_bytes: needed 0" in reason for reason in found.reasons)
+    assert isinstance(verdict(kept, beside, free=69 * GIB), Reuse)
+    wavers = replace(beside, co_tenant_bytes=10 * GIB + 3 * 2**20)
+    assert isinstance(verdict(kept, wavers, free=69 * GIB), Reuse), "a driver's share wavers"
+
+
+def test_b137_a_size_that_is_not_free_now_is_refused_and_measured_again() -> None:
+    kept = profile()
+    assert isinstance(verdict(kept), Reuse)
+    found = refused(verdict(kept, free=60 * GIB))
+    assert found.kinds == ("memory",)
+    # With weights and graphs in place only the pool and its headroom have to fit.
+    need = kept.parts.kv + kept.headroom_bytes
+    assert isinstance(verdict(kept, free=need, loaded=True), Reuse)
+    assert refused(verdict(kept, free=need - 1, loaded=True)).kinds == ("memory",)
+    for free in (unknown("nvidia-smi timed out"), absent(), known("")):
+        found = refused(may_reuse(kept, BASE, MEMORY, free_bytes_now=free, loaded=True))
+        assert found.kinds == ("unknown",)
+
+
+sizes = st.integers(1, 8 * GIB)
+
+
+@given(sizes, sizes, sizes, sizes, st.integers(2**12, 2**24), st.sampled_from([0.5, 0.9, 0.95]))
+def test_b140_a_stored_size_gives_the_blocks_again_and_the_parts_fit(
+    weights: int, activations: int, graphs: int, other: int, block_bytes: int, share: float
+) -> None:
+    memory = replace(MEMORY, memory_share=share)
+    parts = {"weights": weights, "activations": activations, "graphs": graphs, "other": other}
+    kept = profile(memory, block_bytes=block_bytes, **parts)
+    again = kv_profile_from(kept.encoded())
+    assert again == kept
+    assert abs(again.parts.kv // block_bytes - again.blocks) <= 1
+    assert again.parts.total_bytes <= 80 * GIB * share
+    # Graph memory is counted once: with as much more of it, exactly that is gone from the pool.
+    more = profile(memory, **{**parts, "block_bytes": 1, "graphs": graphs + GIB})
+    less = profile(memory, **{**parts, "block_bytes": 1})
+    assert less.parts.kv - more.parts.kv == GIB
+    found = verdict(kept, memory, free=80 * GIB)
+    assert isinstance(found, Reuse) and found.blocks == kept.blocks
+
+
+def test_b140_an_account_that_does_not_add_up_is_refused() -> None:
+    kept = profile()
+    assert refused(verdict(replace(kept, blocks=kept.blocks + 2))).kinds == ("wrong",)
+    assert isinstance(verdict(replace(kept, blocks=kept.blocks + 1)), Reuse)
+    twice = replace(kept, parts=replace(kept.parts, graphs=kept.parts.graphs + 20 * GIB))
+    assert refused(verdict(twice, free=200 * GIB)).kinds == ("wrong",)
+
+
+def test_b141_a_group_uses_the_fewest_blocks_of_its_ranks() -> None:
+    block = 2**18
+    ranks = [replace(profile(block_bytes=block), blocks=n) for n in (111_680, 111_488)]
+    ranks = [replace(r, parts=replace(r.parts, kv=r.blocks * block)) for r in ranks]
+    ranks[1] = replace(ranks[1], fingerprint={**ranks[1].fingerprint, "rank": "1"})
+    found = group_profile(ranks)
+    assert isinstance(found, KvProfile)
+    assert found.blocks == 111_488
+    assert found == group_profile(ranks[::-1])
+    other = replace(ranks[0], fingerprint={**ranks[0].fingerprint, "driver": "570"})
+    refusal = group_profile([other, ranks[1]])
+    assert isinstance(refusal, Refuse) and "driver" in refusal.reasons[0]
+    # A pair may have different numbers of blocks: what it must share says nothing of them.
+    assert "blocks" not in " ".join(f.name for f in fields(KvFormat))
+
+
+def test_b143_a_profile_of_another_capacity_is_a_fingerprint_mismatch() -> None:
+    small = profile(replace(MEMORY, device_total_bytes=40 * GIB))
+    large = replace(MEMORY, device_total_bytes=80 * GIB)
+    assert small.capacity_tokens < profile(large).capacity_tokens
+    found = refused(verdict(small, large))
+    assert found.kinds == ("fingerprint_mismatch",)
+    assert "kv.device_total_bytes" in found.reasons[0]
+    # What is in use is a share of what was profiled.
+    assert small.capacity_tokens == small.blocks * 16
+
+
+facts = st.sampled_from([f.name for f in fields(MemoryFacts)])
+
+
+@given(facts)
+def test_each_fact_of_the_memory_alone_changes_the_fingerprint(name: str) -> None:
+    value = getattr(MEMORY, name)
+    changed_to: Any = {str: "other", int: 999 * GIB, float: 0.5}[type(value)]
+    found = refused(verdict(profile(), replace(MEMORY, **{name: changed_to}), free=200 * GIB))
+    assert [r for r in found.reasons if f"kv.{name}" in r]
+    hidden = refused(verdict(profile(), replace(MEMORY, **{name: None})))
+    assert f"unknown: kv.{name}: not known" in hidden.reasons
+
+
+def test_a_plan_that_failed_is_not_tried_again_unchanged() -> None:
+    kept = profile()
+    again = may_reuse(
+        profile(),
+        BASE,
+        MEMORY,
+        free_bytes_now=known(79 * GIB),
+        loaded=False,
+        failed=frozenset({kept.plan_digest}),
+    )
+    assert refused(again).kinds == ("failed",)
+    smaller = replace(kept, parts=replace(kept.parts, kv=kept.parts.kv - 4 * 2**20))
+    assert smaller.plan_digest != kept.plan_digest, "another size is another plan"
+
+
+def test_a_profile_that_is_no_document_of_ours_is_refused() -> None:
+    good = profile().document()
+    for name, value in (("blocks", -1), ("blocks", True), ("schema", "x"), ("parts", {})):
+        with pytest.raises(InvalidField, match="kv_profile"):
+            kv_profile_from(canonical({**good, name: value}))
+    with pytest.raises(InvalidField, match="leave room"):
+        profile(weights=80 * GIB)
