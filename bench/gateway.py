@@ -7,7 +7,7 @@ Prints at the end:
 All: p50 that our gateway adds at 1 in flight, over hitting a worker directly, divided by what
 vllm-router adds in its P/D mode, the better of its policies. `gateway` has the router's brain
 embedded and the model's tokenizer at hand, `gateway_asks` has no tokenizer and asks an engine for
-each prompt's tokens, `gateway_grpc` has the tokenizer and asks a router process. 8 prefill and 8
+each prompt's tokens, `gateway_grpc` has the tokenizer and asks a router process at its pick port. 8 prefill and 8
 decode workers that answer at once (and tokenise at once, see `bench.gateway_tokenizer`), prompts of
 4,000 characters that no path sees twice, one raw client, all paths in turn within one run. The lines
 above say p50, p99, what is added at p50 and at p5 (when the machine was least busy with others) and
@@ -207,7 +207,8 @@ async def _all_paths(folder: Path) -> AsyncIterator[list[Way]]:
         own = await stack.enter_async_context(own_services(folder))
         services, environment = own.services, dict(own.environment)
         registry = services.plan("registry", args=("--blob-dir", str(folder / "blobs")))
-        router = services.plan("router")
+        picks = free_port()
+        router = services.plan("router", args=("--pick-port", str(picks)))
         router.environment["READYPLANE_REGISTRY"] = registry.grpc
         await asyncio.gather(services.start(registry), services.start(router))
         urls = await _workers(stack, router.grpc, await publish_demo(registry.grpc))
@@ -224,6 +225,7 @@ async def _all_paths(folder: Path) -> AsyncIterator[list[Way]]:
             command = [sys.executable, "-m", "readyplane_gateway", "--pairing", pairing]
             command += ["--router", router.grpc, "--http-port", str(port)]
             command += ["--tokenizers-dir", str(tokenizers)] if at_hand else []
+            command += ["--router-picks", f"127.0.0.1:{picks}"] if pairing == "grpc" else []
             process = await stack.enter_async_context(
                 _running(command, folder / "logs" / f"{name}.log", environment)
             )

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from readyplane.client import RegistryClient, RouterClient
+from readyplane.client.picks import PickingClient
 from readyplane.kit.clock import SystemClock
 from readyplane.kit.server import ServiceServer, run_service
 from readyplane.kit.settings import parse_settings
@@ -72,7 +73,11 @@ async def _choice(settings: GatewaySettings, registry: Registry | None) -> Choic
     """
     if settings.pairing == "grpc":
         settings.need("router")
-        client = RouterClient(settings.router, token=settings.token)
+        client = (
+            PickingClient(settings.router, token=settings.token, picks=settings.router_picks)
+            if settings.router_picks
+            else RouterClient(settings.router, token=settings.token)
+        )
         return Choice(client, client, client.aclose)
     # Only here, so that a gateway that asks a router loads neither its brain nor a Redis client.
     from readyplane_router.embedded import EmbeddedRouter

@@ -26,6 +26,11 @@ class GatewaySettings(ServiceSettings):
         description="who chooses pairs: the router at --router over gRPC, or a replica of it "
         "embedded here, over the same Redis (--redis-url)",
     )
+    router_picks: str = Field(
+        "",
+        description="host:port of the router's --pick-port, several separated by commas: routes and "
+        "facts go there, at a fraction of the CPU (pairing grpc; --router is still needed)",
+    )
     policy_file: Path | None = Field(
         None, description="router policy as JSON, the same as the routers' (pairing embedded)"
     )
