@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,14 @@ from typing import Any
 
 import pytest
 
-from readyplane_lab.cli import doctor_engine, doctor_machine, doctor_stores, doctor_system
+from readyplane_lab.cli import (
+    doctor_engine,
+    doctor_left,
+    doctor_machine,
+    doctor_stores,
+    doctor_system,
+)
+from readyplane_lab.cli.doctor_left import Orphan
 from readyplane_lab.cli.finding import Finding
 from readyplane_lab.cli.where import run
 from tests.unit.cli_world import Terminal, clean_environment
@@ -151,23 +160,47 @@ def test_folders_that_cannot_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_what_a_killed_run_left_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(doctor_machine, "orphans", list)
+    monkeypatch.setattr(doctor_left, "orphans", list)
     assert _machine("left behind").status == "ok"
     left, held = tmp_path / "readyplane-up-a", tmp_path / "readyplane-up-b"
     for folder in (left, held):
         folder.mkdir()
         (folder / "lock").write_text("{}")
+    monkeypatch.setattr(doctor_left, "orphans", lambda: [Orphan(17, "postgres", left)])
     with (held / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = _machine("left behind")
     assert found.status == "warn" and str(left) in found.found and str(held) not in found.found
     assert "readyplane up" in found.remedy
-    monkeypatch.setattr(doctor_machine, "orphans", lambda: [(17, "postgres")])
-    assert "process 17 (postgres)" in _machine("left behind").found
+    assert "process 17 (postgres)" in found.found
 
 
-def test_an_orphan_is_a_carrier_below_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def process(pid: int, parent: int, *, carries: bool, status: str = "running") -> Any:
+def test_what_others_left_is_told_as_theirs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    kept = tmp_path / "their data"
+    monkeypatch.setattr(
+        doctor_left,
+        "orphans",
+        lambda: [Orphan(17, "python", kept, "/other/.venv"), Orphan(18, "sleep")],
+    )
+    found = [f for f in doctor_machine.findings([], None) if f.name.startswith("left behind")]
+    theirs, nobodys = found
+    assert theirs.name == f"left behind in {kept}" and theirs.status == "warn"
+    assert theirs.found == "process 17 (python) of the installation /other/.venv"
+    assert f"--data-dir '{kept}'" in theirs.remedy
+    assert nobodys.found == "process 18 (sleep)" and "kill 18" in nobodys.remedy
+    own = [f for f in doctor_machine.findings([], kept) if f.name == "left behind"]
+    assert "process 17" in own[0].found, "the folder that is wanted is ours"
+
+
+def test_an_orphan_is_a_carrier_below_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def process(
+        pid: int, parent: int, *, carries: bool = True, status: str = "running", program: str = ""
+    ) -> Any:
         environment = {"READYPLANE_RUN": "r"} if carries else {}
         return SimpleNamespace(
             pid=pid,
@@ -175,17 +208,39 @@ def test_an_orphan_is_a_carrier_below_nobody(monkeypatch: pytest.MonkeyPatch) ->
             ppid=lambda: parent,
             name=lambda: f"p{pid}",
             status=lambda: status,
+            cmdline=lambda: [program or sys.executable, "-m", "x"],
         )
 
     several = [
-        process(10, 1, carries=True),  # its supervisor is gone
-        process(11, 10, carries=True),  # its child
-        process(20, 99, carries=True),  # of a run that lives
+        process(10, 1),  # its supervisor is gone
+        process(11, 10),  # its child
+        process(20, 99),  # of a run that lives
         process(30, 1, carries=False),
-        process(40, 1, carries=True, status="zombie"),
+        process(40, 1, status="zombie"),
+        process(50, 1),  # its `up` is the first process of a container, and runs
+        process(60, 1, program="/other/.venv/bin/python"),
     ]
+    runs = {10: tmp_path, 50: tmp_path / "held", 60: tmp_path / "else"}
     monkeypatch.setattr("psutil.process_iter", lambda: iter(several))
-    assert doctor_machine.orphans() == [(10, "p10")]
+    monkeypatch.setattr(doctor_left, "_folder_of", runs.get)
+    monkeypatch.setattr(doctor_left, "held", lambda folder: folder.name == "held")
+    assert doctor_left.orphans() == [
+        Orphan(10, "p10", tmp_path),
+        Orphan(60, "p60", tmp_path / "else", "/other/.venv"),
+    ]
+
+
+def test_a_run_is_known_by_the_log_that_its_process_writes_to(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    with (tmp_path / "logs" / "a.log").open("w") as log:
+        child = subprocess.Popen(["sleep", "60"], stdout=log)
+        try:
+            assert doctor_left._folder_of(child.pid) is None
+            (tmp_path / "READYPLANE").write_text("{}")
+            assert doctor_left._folder_of(child.pid) == tmp_path
+        finally:
+            child.kill()
+            child.wait()
 
 
 # --------------------------------------------------------------------------- stores

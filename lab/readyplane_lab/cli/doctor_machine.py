@@ -1,8 +1,7 @@
-"""Doctor's look at this machine: Python, processors, memory, folders, ports, what was left behind."""
+"""Doctor's look at this machine: Python, processors, memory, folders and ports."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import shutil
@@ -12,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from readyplane_lab.cli import output
+from readyplane_lab.cli import doctor_left, output
 from readyplane_lab.cli.finding import Finding
 
 AREA = "machine"
@@ -42,7 +41,7 @@ def findings(ports: Sequence[int], data_dir: Path | None) -> Iterator[Finding]:
     yield _ports()
     for port in ports:
         yield _port(port)
-    yield from _leftovers()
+    yield from doctor_left.findings(data_dir)
 
 
 def _python() -> Finding:
@@ -141,7 +140,7 @@ def _data_folder(path: Path) -> Finding:
     if path.is_dir() and any(path.iterdir()) and not (path / "READYPLANE").exists():
         found = f"{path} holds other files"
         return Finding(AREA, "data folder", "fail", found, "give an empty folder, or a new one")
-    if _held(path):
+    if doctor_left.held(path):
         found = f"{path} is in use by a running `up`"
         return Finding(AREA, "data folder", "warn", found, f"stop that one, or {remedy}")
     return _folder("data folder", place, remedy)
@@ -178,70 +177,3 @@ def _port(port: int) -> Finding:
             remedy = f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or use another port"
             return Finding(AREA, f"port {port}", "fail", error.strerror or "in use", remedy)
     return Finding(AREA, f"port {port}", "ok", "free")
-
-
-def _leftovers() -> Iterator[Finding]:
-    """What a killed `up` left; only told, since the next `up` removes it by itself."""
-    left = [f"folder {path}" for path in abandoned(Path(tempfile.gettempdir()))]
-    left += [f"process {pid} ({name})" for pid, name in orphans()]
-    if left:
-        shown = ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else "")
-        remedy = "start `readyplane up` once more (with the same --data-dir): it clears them away"
-        yield Finding(AREA, "left behind", "warn", shown, remedy)
-    else:
-        yield Finding(AREA, "left behind", "ok", "nothing of a killed run")
-
-
-def abandoned(parent: Path) -> list[Path]:
-    """Temporary data folders of this user that nobody holds."""
-    from readyplane_lab.up.folder import TEMPORARY_PREFIX
-
-    found = []
-    for path in sorted(parent.glob(f"{TEMPORARY_PREFIX}*")):
-        try:
-            if path.stat(follow_symlinks=False).st_uid == os.geteuid() and not _held(path):
-                found.append(path)
-        except OSError:
-            continue
-    return found
-
-
-def _held(path: Path) -> bool:
-    """Whether a running `up`, or the warden that cleans up after one, has the folder's lock."""
-    from readyplane_lab.up.folder import LOCK_FILE
-
-    try:
-        descriptor = os.open(path / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def orphans() -> list[tuple[int, str]]:
-    """(pid, name) of processes of a run whose supervisor is gone: nobody above them but init."""
-    import psutil
-
-    from readyplane_lab.up.pids import RUN_VARIABLE
-
-    carriers: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        try:
-            if RUN_VARIABLE in process.environ():
-                carriers[process.pid] = process
-        except (psutil.Error, OSError):
-            continue
-    found = []
-    for pid, process in carriers.items():
-        try:
-            parent = process.ppid()
-            if parent not in carriers and parent <= 1 and process.status() != psutil.STATUS_ZOMBIE:
-                found.append((pid, process.name()))
-        except psutil.Error:
-            continue
-    return found
