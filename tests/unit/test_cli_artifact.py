@@ -1,6 +1,8 @@
 """`readyplane artifact` against the registry's own use-cases, on memory stores and a blob folder."""
 
+import base64
 import itertools
+import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -9,9 +11,14 @@ from typing import Any
 import pytest
 
 from readyplane.core.errors import Unavailable
+from readyplane.core.trust import ModelTrust, TrustKey, TrustMode, TrustPolicy
 from readyplane.kit.clock import SystemClock
 from readyplane_registry.blob_files import FileBlobs
+from readyplane_registry.blob_removal import FolderRemoval
+from readyplane_registry.collecting import Collecting
+from readyplane_registry.keeping import MemoryKeeping
 from readyplane_registry.live import MemoryLive
+from readyplane_registry.retention import RetentionPolicy
 from readyplane_registry.service import RegistryService
 from readyplane_registry.store import MemoryCatalog
 from tests.registry_data import model_folder
@@ -30,16 +37,28 @@ class World:
         clock = SystemClock()
         self.blobs = FileBlobs(root)
         self.uploads = 0
+        store, live = MemoryCatalog(), MemoryLive(clock, weight=0.3)
+        self.trust = TrustPolicy()
         self.service = RegistryService(
-            store=MemoryCatalog(),
-            live=MemoryLive(clock, weight=0.3),
+            store=store,
+            live=live,
             blobs=self.blobs,
             clock=clock,
             make_id=lambda: str(next(ids)),
+            trust=lambda: self.trust,
+            collecting=Collecting(
+                store=store,
+                keeping=MemoryKeeping(store, clock),
+                live=live,
+                removal=FolderRemoval(root, clock),
+                clock=clock,
+                policy=RetentionPolicy(keep_untagged_s=0, keep_history_s=0, grace_s=0),
+            ),
         )
         stand_in(monkeypatch, "RegistryClient", self)
         monkeypatch.setattr("readyplane_registry.ingest.RemoteBlobs", self._blobs)
-        monkeypatch.setattr("readyplane_lab.cli.artifact.ask_http", self._ask_http)
+        for module in ("artifact", "artifact_keep"):
+            monkeypatch.setattr(f"readyplane_lab.cli.{module}.ask_http", self._ask_http)
         self.asked_of: list[tuple[str, str]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -63,8 +82,13 @@ class World:
 
     async def _ask_http(self, method: str, url: str, token: str, **how: Any) -> dict[str, Any]:
         assert how["what"] == "the registry"
+        if "/v1/collect?" in url:
+            found = await self.service.collect(dry_run=url.endswith("dry_run=true"))
+            return json.loads(json.dumps(asdict(found)))  # type: ignore[no-any-return]
         base, _, rest = url.partition("/v1/artifacts/")
         digest, _, verb = rest.partition("/")
+        if verb.startswith("retire?reason="):
+            return {"digest": digest, "retired": await self.service.retire(digest)}
         assert (method, base, verb) == ("POST", "http://127.0.0.1:2", "verify")
         checked = await self.service.verify(digest)
         return {"digest": digest, "ok": checked.ok, "files": [asdict(f) for f in checked.files]}
@@ -92,7 +116,8 @@ def test_publish_list_show_and_again(cli: Terminal, world: World, folder: Path) 
     argv = ("artifact", "publish", str(folder), "--model", "m", "--tag", "m:1", "--json", *GIVEN)
     first = cli(*argv).document
     assert set(first) == {
-        *("digest", "created", "model", "size_bytes", "uploaded_bytes", "tag", "skipped")
+        *("digest", "created", "model", "size_bytes", "uploaded_bytes", "tag", "skipped"),
+        *("origin", "signed_by"),
     }
     assert first["created"] is True and first["uploaded_bytes"] == first["size_bytes"] > 40_000
     assert first["tag"]["name"] == "m:1" and first["tag"]["digest"] == first["digest"]
@@ -192,3 +217,61 @@ def test_artifacts_of_an_unknown_model_are_no_empty_list(
     assert "model 'nosuch' is not known; published are demo" in said.err
     other = cli("artifact", "list", "--model", "demo", "--kind", "engine", "--json", *ONLY)
     assert (other.code, other.document) == (0, {"artifacts": []}), "known, and none of that kind"
+
+
+def test_a_key_signs_what_is_published_and_show_says_so(
+    cli: Terminal, world: World, folder: Path, tmp_path: Path
+) -> None:
+    key = tmp_path / "release.pem"
+    made = cli("artifact", "key", "new", str(key), "--json").document
+    assert key.stat().st_mode & 0o777 == 0o600 and (tmp_path / "release.pem.pub").exists()
+    again = cli("artifact", "key", "new", str(key))
+    assert again.code == 1 and "one is there" in again.err, "a key is never overwritten"
+    public = base64.b64decode(made["public_key"])
+    world.trust = TrustPolicy(
+        {"release": TrustKey("release", public)}, {"m": ModelTrust(TrustMode.REQUIRE)}
+    )
+    cli("artifact", "publish", str(folder), "--model", "m", "--tag", "m:1", *GIVEN)
+    refused = cli("artifact", "show", "m", *ONLY)
+    assert refused.code == 1 and made["key_id"] in refused.err
+    assert cli("artifact", "show", "m:1", "--json", *ONLY).document["signatures"] == []
+    signed = cli("artifact", "sign", "m:1", "--key", str(key), "--json", *ONLY).document
+    assert signed["created"] and signed["key_id"] == made["key_id"]
+    assert not cli("artifact", "sign", "m:1", "--key", str(key), "--json", *ONLY).document[
+        "created"
+    ]
+    assert made["key_id"] in cli("artifact", "show", "m", *ONLY).out
+    again = cli("artifact", "publish", str(folder), "--model", "m", "--sign-key", str(key), *GIVEN)
+    assert f"signed by {made['key_id']}" in again.out
+
+
+@pytest.mark.parametrize("spoil", ["open", "not a key", "gone"])
+def test_a_key_that_cannot_be_used_is_refused(cli: Terminal, tmp_path: Path, spoil: str) -> None:
+    key = tmp_path / "k.pem"
+    cli("artifact", "key", "new", str(key))
+    if spoil == "open":
+        key.chmod(0o644)
+    elif spoil == "not a key":
+        key.write_text("words")
+    else:
+        key.unlink()
+    found = cli("artifact", "sign", "m:1", "--key", str(key), *ONLY)
+    assert found.code == 2 and "k.pem" in found.err
+
+
+def test_gc_says_what_would_go_then_takes_it(cli: Terminal, world: World, folder: Path) -> None:
+    argv = ("artifact", "publish", str(folder), "--model", "m", *GIVEN)
+    cli(*argv)
+    old = next(iter(world.blobs.root.glob("sha256/*/*")))
+    (folder / "README.md").write_text("second")
+    cli(*argv, "--tag", "m:2")
+    first = cli("artifact", "list", "--json", *ONLY).document["artifacts"][-1]["digest"]
+    foreseen = cli("artifact", "gc", "--dry-run", "--json", *GIVEN[2:]).document
+    assert foreseen["dry_run"] and foreseen["retired"] == [first] and foreseen["evicted"] == []
+    done = cli("artifact", "gc", *GIVEN[2:])
+    assert done.code == 0 and "1 artifacts retired" in done.out and "m:2 points at it" in done.out
+    assert old.exists(), "the second one needs all files of the first"
+    held = cli("artifact", "retire", "m:2", *GIVEN)
+    assert held.code == 1 and "tag m:2 points at it" in held.err
+    assert first not in str(cli("artifact", "list", "--json", *ONLY).document)
+    assert "already retired" in cli("artifact", "retire", first, *GIVEN).out

@@ -12,6 +12,7 @@ import typer
 
 from readyplane_lab.cli import (
     artifact,
+    artifact_keep,
     attach,
     change,
     decisions,
@@ -99,7 +100,13 @@ app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("route", epilog=route.EXAMPLES)(route.route)
 app.command("replay", epilog=replay.EXAMPLES)(replay.replay)
 app.command("prove", epilog=prove.EXAMPLES)(prove.prove)
-_group(artifact.app, "artifact", "Publish, name, show and verify artifacts (models).")
+artifact.app.command("sign", epilog=artifact_keep.SIGN_EXAMPLES)(artifact_keep.sign)
+artifact.app.command("retire", epilog=artifact_keep.RETIRE_EXAMPLES)(artifact_keep.retire)
+artifact.app.command("gc", epilog=artifact_keep.GC_EXAMPLES)(artifact_keep.gc)
+artifact.app.add_typer(artifact_keep.key_app, name="key", help="Make keys that sign artifacts.")
+_group(
+    artifact.app, "artifact", "Publish, sign, name, show, verify and collect artifacts (models)."
+)
 _group(policy.app, "policy", "Show and change what is wanted of a model's pools.")
 _group(profile.app, "profile", "Measure, import and show what a class of workers can do.")
 app.add_typer(rollout.app, name="rollout")

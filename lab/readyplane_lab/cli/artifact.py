@@ -27,6 +27,8 @@ from readyplane_lab.cli.where import (
 if TYPE_CHECKING:
     from readyplane.client import RegistryClient
     from readyplane.core.identity import Manifest
+    from readyplane.core.trust import Trail
+    from readyplane.kit.signing import SigningKey
     from readyplane.ports import ManifestSummary, Tag
     from readyplane_registry.ingest import Facts, Progress, Published
 
@@ -34,7 +36,8 @@ app = typer.Typer()
 PUBLISH_EXAMPLES = examples(
     "readyplane artifact publish ./llama-8b-fp8 --model llama-8b --tag llama-8b:2026-08",
     "readyplane artifact publish --demo",
-    "readyplane artifact publish ./model --model m --quantisation fp8 --tp 2 --json | jq -r .digest",
+    "readyplane artifact publish models--org--llama --revision main --model llama --sign-key k.pem",
+    "readyplane artifact publish ./model --model m --quantisation fp8 --scales tensor:F32 --json",
 )
 LIST_EXAMPLES = examples("readyplane artifact list", "readyplane artifact list --model demo --json")
 SHOW_EXAMPLES = examples(
@@ -74,8 +77,23 @@ def publish(
         float | None, typer.Option(metavar="MB", help=f"Its size (default: {DEMO_MB:g}).")
     ] = None,
     quantisation: Annotated[
-        str, typer.Option(metavar="Q", help="Format of the weights, part of their identity.")
-    ] = "none",
+        str,
+        typer.Option(metavar="Q", help="Format of the weights (default: what config.json says)."),
+    ] = "",
+    scales: Annotated[
+        str,
+        typer.Option(
+            metavar="S", help="GRANULARITY:DTYPE[:GROUP] of their scales (default: found in DIR)."
+        ),
+    ] = "",
+    revision: Annotated[
+        str,
+        typer.Option(metavar="R", help="Branch, tag or commit, where DIR is a hub's cache folder."),
+    ] = "",
+    sign_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Sign it with this private key.", show_default=False),
+    ] = None,
     tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel size.")] = 1,
     pp: Annotated[int, typer.Option(metavar="N", help="Pipeline-parallel size.")] = 1,
     ep: Annotated[int, typer.Option(metavar="N", help="Expert-parallel size.")] = 1,
@@ -102,18 +120,35 @@ def publish(
     for name, value in (("tp", tp), ("pp", pp), ("ep", ep)):
         if value < 1:
             raise InvalidField(f"--{name}", value, "give 1 or more")
+    from readyplane.kit.signing import SigningKey
+
+    signer = None if sign_key is None else SigningKey.read(sign_key)
     where = find("registry", "registry_http", registry=registry, registry_http=registry_http)
     if directory is None:
-        published = _publish_demo(where, model, tag, round((model_mb or DEMO_MB) * 1e6))
+        size_bytes = round((model_mb or DEMO_MB) * 1e6)
+        published = _publish_demo(where, model, tag, size_bytes, signer=signer)
     else:
         from readyplane_registry.ingest import Facts
+        from readyplane_registry.quantised import scales_from_text
 
-        facts = Facts(quantisation=quantisation, tp=tp, pp=pp, ep=ep)
-        published = _publish(where, directory, model, tag, facts, follow_links=follow_links)
+        told = scales_from_text(scales) if scales else None
+        facts = Facts(quantisation=quantisation, scales=told, tp=tp, pp=pp, ep=ep)
+        published = _publish(
+            where,
+            directory,
+            model,
+            tag,
+            facts,
+            signer=signer,
+            revision=revision,
+            follow_links=follow_links,
+        )
     _tell_published(published, as_json=json)
 
 
-def _publish_demo(where: Where, model: str, tag: str, size_bytes: int) -> Published:
+def _publish_demo(
+    where: Where, model: str, tag: str, size_bytes: int, *, signer: SigningKey | None
+) -> Published:
     """Made in a temporary folder: equal arguments give equal bytes, so nothing need be kept."""
     import tempfile
 
@@ -127,11 +162,19 @@ def _publish_demo(where: Where, model: str, tag: str, size_bytes: int) -> Publis
             made = make_demo_model(Path(folder), size_bytes=size_bytes)
         facts = Facts(config=made.config, canary=made.canary)
         default = MODEL_TAG if name == MODEL else ""
-        return _publish(where, made.folder, name, tag or default, facts, follow_links=False)
+        return _publish(where, made.folder, name, tag or default, facts, signer=signer)
 
 
 def _publish(
-    where: Where, directory: Path, model: str, tag: str, facts: Facts, *, follow_links: bool
+    where: Where,
+    directory: Path,
+    model: str,
+    tag: str,
+    facts: Facts,
+    *,
+    signer: SigningKey | None,
+    revision: str = "",
+    follow_links: bool = False,
 ) -> Published:
     from readyplane_registry.ingest import RemoteBlobs, publish_directory
 
@@ -144,6 +187,8 @@ def _publish(
                 sink=RemoteBlobs(where.registry_http, token=where.token),
                 facts=facts,
                 tag=tag,
+                revision=revision,
+                signer=signer,
                 follow_links=follow_links,
                 progress=progress,
             )
@@ -154,7 +199,7 @@ def _publish(
 
 @contextmanager
 def _bars() -> Iterator[Callable[[Progress], None]]:
-    """One bar for hashing and one for uploading, on stderr, gone at the end."""
+    """One bar for hashing and one for uploading: bytes, rate and time left; on stderr, gone at the end."""
     from rich import progress
 
     bar = progress.Progress(
@@ -162,6 +207,7 @@ def _bars() -> Iterator[Callable[[Progress], None]]:
         progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
         console=output.console(stderr=True),
         disable=not sys.stderr.isatty(),
         transient=True,
@@ -187,6 +233,8 @@ def _tell_published(published: Published, *, as_json: bool) -> None:
         "uploaded_bytes": published.uploaded_bytes,
         "tag": None if published.tag is None else asdict(published.tag),
         "skipped": list(published.skipped),
+        "origin": published.origin.fields(),
+        "signed_by": published.signed_by,
     }
     if as_json:
         output.emit(document)
@@ -197,6 +245,10 @@ def _tell_published(published: Published, *, as_json: bool) -> None:
         f"{manifest.model}: {len(manifest.files)} files, {len(manifest.tensors)} tensors, "
         f"{output.size(manifest.size_bytes)} ({output.size(published.uploaded_bytes)} sent)"
     )
+    if published.origin.fields():
+        print(f"from {_pairs(published.origin.fields())}")
+    if published.signed_by:
+        print(f"signed by {published.signed_by}")
     if published.tag is not None:
         print(f"tag {published.tag.name} (version {published.tag.version}) points at it")
     if published.skipped:
@@ -262,13 +314,19 @@ async def _list(where: Where, model: str, kind: str) -> list[ManifestSummary]:
 def show(reference: Reference, json: Json = False, registry: RegistryAddress = "") -> None:
     """Show one artifact: identity, facts and files (--json: the whole manifest)."""
     where = find("registry", registry=registry)
-    manifest = run(_resolve(where, reference))
+    manifest, trail = run(_shown(where, reference))
     if json:
         output.emit(
             {
                 "digest": manifest.digest,
                 "size_bytes": manifest.size_bytes,
                 "manifest": manifest.document(),
+                "retired": trail.retired,
+                "origin": dict(trail.origin),
+                "signatures": [
+                    {"key_id": s.key_id, "envelope": s.envelope, "created_s": s.created_s}
+                    for s in trail.signatures
+                ],
             }
         )
         return
@@ -283,6 +341,9 @@ def show(reference: Reference, json: Json = False, registry: RegistryAddress = "
         "parallel": _pairs(document["parallel"]),
         "config": _pairs(document.get("config") or {}),
         "canary": "recorded" if manifest.canary is not None else "none",
+        "origin": _pairs(trail.origin),
+        "signed by": ", ".join(s.key_id for s in trail.signatures) or "nobody",
+        **({"state": "retired: nobody resolves to it"} if trail.retired else {}),
     }
     for name, value in facts.items():
         screen.print(f"{name:<15}{value}", markup=False)
@@ -298,6 +359,12 @@ def _pairs(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items()) or output.NOT_KNOWN
 
 
+async def _shown(where: Where, reference: str) -> tuple[Manifest, Trail]:
+    async with registry_of(where) as registry:
+        manifest = await resolve(registry, reference)
+        return manifest, await registry.trail(manifest.digest)
+
+
 async def _resolve(where: Where, reference: str) -> Manifest:
     async with registry_of(where) as registry:
         return await resolve(registry, reference)
@@ -310,6 +377,10 @@ async def resolve(registry: RegistryClient, reference: str) -> Manifest:
         NotFound: nothing has that name. InvalidField: several digests begin so.
     """
     if not reference.startswith(SHA):
+        # By its tag also what nobody trusted has signed yet: it is to be looked at, and signed.
+        tagged = [t.digest for t in await registry.list_tags() if t.name == reference]
+        if tagged:
+            return await registry.get_manifest(tagged[0])
         return await registry.resolve(reference)
     if len(reference) >= DIGEST_LENGTH or len(reference) < PREFIX_LENGTH_MIN:
         return await registry.get_manifest(reference)

@@ -1,0 +1,160 @@
+"""`readyplane artifact sign`, `key new`, `retire` and `gc`: who vouches for artifacts, and what stays.
+
+Owns what these commands print; the rules are the registry's. Its commands are added to the
+`artifact` group by `app`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from readyplane.core.errors import Refused
+from readyplane_lab.cli import output
+from readyplane_lab.cli.artifact import Reference, resolve
+from readyplane_lab.cli.flags import Json, examples, switch
+from readyplane_lab.cli.where import (
+    RegistryAddress,
+    RegistryHttp,
+    Where,
+    ask_http,
+    find,
+    registry_of,
+    run,
+)
+
+SIGN_EXAMPLES = examples("readyplane artifact sign demo:latest --key release.pem")
+KEY_EXAMPLES = examples("readyplane artifact key new release.pem")
+RETIRE_EXAMPLES = examples("readyplane artifact retire sha256:… --reason superseded")
+GC_EXAMPLES = examples("readyplane artifact gc --dry-run", "readyplane artifact gc --json")
+COLLECT_S_MAX = 3600.0
+KEPT_SHOWN_MAX = 20
+
+key_app = typer.Typer()
+
+
+@key_app.command("new", epilog=KEY_EXAMPLES)
+def key_new(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the private key is to be.")],
+    json: Json = False,
+) -> None:
+    """Make an Ed25519 key: FILE for you alone, FILE.pub for others; neither is ever overwritten.
+
+    Prints what a trust policy says of it.
+    """
+    import base64
+
+    from readyplane.kit.signing import SigningKey
+
+    made = SigningKey.new(file)
+    public = base64.b64encode(made.public_key).decode()
+    if json:
+        output.emit({"key_id": made.key_id, "public_key": public, "file": str(file)})
+        return
+    print(f"key {made.key_id}")
+    print(f"{file} signs: keep it; {file}.pub is for others")
+    print(f'for a trust policy: "keys": {{"{file.stem}": {{"public_key": "{public}"}}}}')
+
+
+def sign(
+    reference: Reference,
+    key: Annotated[Path, typer.Option(metavar="FILE", help="Private key (`artifact key new`).")],
+    json: Json = False,
+    registry: RegistryAddress = "",
+) -> None:
+    """Sign an artifact: its manifest's digest, and so every byte that the manifest names."""
+    from readyplane.kit.signing import SigningKey
+
+    signer = SigningKey.read(key)
+    where = find("registry", registry=registry)
+    digest, created = run(_sign(where, reference, signer))
+    if json:
+        output.emit({"digest": digest, "key_id": signer.key_id, "created": created})
+        return
+    print(f"{'signed' if created else 'already signed'} {digest}")
+    print(f"by {signer.key_id}")
+
+
+async def _sign(where: Where, reference: str, signer: Any) -> tuple[str, bool]:
+    async with registry_of(where) as registry:
+        digest = (await resolve(registry, reference)).digest
+        created = await registry.sign_manifest(
+            digest, public_key=signer.public_key, envelope=signer.envelope(digest)
+        )
+        return digest, created
+
+
+def retire(
+    reference: Reference,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for the record.")] = "",
+    json: Json = False,
+    registry: RegistryAddress = "",
+    registry_http: RegistryHttp = "",
+) -> None:
+    """Hide an artifact: nobody resolves to it any more, and `gc` may take its bytes.
+
+    Refused while a tag points at it or a worker holds it. Publishing the same bytes restores it.
+    """
+    where = find("registry", "registry_http", registry=registry, registry_http=registry_http)
+    found = run(_retire(where, reference, reason))
+    if json:
+        output.emit(found)
+        return
+    print(f"{'retired' if found['retired'] else 'already retired'} {found['digest']}")
+
+
+async def _retire(where: Where, reference: str, reason: str) -> dict[str, Any]:
+    from urllib.parse import quote
+
+    async with registry_of(where) as registry:
+        digest = (await resolve(registry, reference)).digest
+    url = f"{where.registry_http}/v1/artifacts/{digest}/retire?reason={quote(reason)}"
+    return await ask_http("POST", url, where.token, what="the registry")
+
+
+def gc(
+    dry_run: Annotated[
+        bool, switch("--dry-run", text="Say what would go; change nothing.")
+    ] = False,
+    json: Json = False,
+    registry_http: RegistryHttp = "",
+) -> None:
+    """Retire artifacts that nobody needs, and take away bytes that no artifact needs.
+
+    What a tag points at or pointed at lately, what a worker holds, reads or asked for lately, the
+    newest of each model, and uploads under way stay.
+    """
+    where = find("registry_http", registry_http=registry_http)
+    url = f"{where.registry_http}/v1/collect?dry_run={str(dry_run).lower()}"
+    with output.console(stderr=True).status("collecting"):
+        found = run(
+            ask_http("POST", url, where.token, what="the registry", timeout_s=COLLECT_S_MAX)
+        )
+    if json:
+        output.emit(found)
+    else:
+        _tell_collected(found)
+    if found["failed"] and not dry_run:
+        shown = [f"{f['sha256']}: {f['why']}" for f in found["failed"][:5]]
+        remedy = "they stay evicting, and are tried again by the next collection"
+        raise Refused("deletion of some bytes", shown, remedy)
+
+
+def _tell_collected(found: dict[str, Any]) -> None:
+    would = "would be " if found["dry_run"] else ""
+    for digest in found["retired"]:
+        print(f"{would}retired {digest}")
+    freed = output.size(found["freed_bytes"])
+    print(
+        f"{len(found['retired'])} artifacts {would}retired, {len(found['evicted'])} blobs "
+        f"({freed}) {would}taken away, {len(found['kept'])} artifacts stay"
+    )
+    if found["rescued"]:
+        print(f"{len(found['rescued'])} blobs stay: somebody came to need them")
+    made = output.table("artifact", "stays because", fixed=("artifact",))
+    for kept in found["kept"][:KEPT_SHOWN_MAX]:
+        made.add_row(output.short(kept["digest"]), kept["why"])
+    if found["kept"]:
+        output.console().print(made)
