@@ -38,7 +38,7 @@ BRAINS = [
         f"{PLANNER}/{name}"
         for name in ("signals", "forecast", "capacity", "optimise", "rollout", "guard", "decide")
     ),
-    f"{AGENT}/lifecycle",
+    *(f"{AGENT}/{name}" for name in ("lifecycle", "pacing", "chunk_order")),
 ]
 PATTERNS = [
     *(f"{brain}.py" for brain in BRAINS),
