@@ -173,7 +173,7 @@ class Desk(Bookings):
         speeds, busy_s = [], 0.0
         for seat in self.prefills:
             if not (seat.shut or seat.lent):
-                speeds.append(seat.times.prefill_s(TRIAGE_TOKENS) * seat.prefill_factor)
+                speeds.append(seat.prefill_s(TRIAGE_TOKENS))
                 busy_s += seat.remaining_s(now_s)
         if not speeds:
             return  # nobody is late for a pool that is empty: it waits for a worker
@@ -211,7 +211,7 @@ class Desk(Bookings):
             cached = self.cached(entry, now_s=now_s)
             isl = entry.shape.isl
             entry.work_s = min(
-                seat.times.prefill_s(isl - held, held) * seat.prefill_factor
+                seat.prefill_s(isl, held)
                 for seat in self.prefills
                 if not seat.shut
                 for held in (min(cached.get(seat.key, 0), isl - 1),)

@@ -125,7 +125,7 @@ def _hold(
     again_in_s = min(queue_s - policy.prefill_ahead_s, policy.locality_patience_s - ask.held_s)
     seat = wished[3]
     cached = min(ask.cached_tokens.get(seat.key, 0), ask.isl - 1)
-    own_s = seat.times.prefill_s(ask.isl - cached, cached) * seat.prefill_factor
+    own_s = seat.prefill_s(ask.isl, cached)
     why = f"{seat.worker_id} is busy and still better"
     return Wait(why, "locality", max(0.0, again_in_s), wished=seat.key, work_s=own_s)
 

@@ -19,7 +19,7 @@ def urgency_of(ask: Ask, policy: PairPolicy) -> float:
 def pair_terms(ask: Ask, prefill: Seat, decode: Seat, policy: PairPolicy, *, now_s: float) -> Terms:
     """The cost of one given pair, term by term; constraints are not looked at."""
     cached = min(ask.cached_tokens.get(prefill.key, 0), ask.isl - 1)
-    own_s = prefill.times.prefill_s(ask.isl - cached, cached) * prefill.prefill_factor
+    own_s = prefill.prefill_s(ask.isl, cached)
     queue_s = prefill.remaining_s(now_s) + ask.wished.get(prefill.key, 0.0)
     transfer_s = 0.0
     times = decode.times

@@ -56,7 +56,7 @@ def prefill_ends(
         if cached:
             own_s = _cached_s(seat.times, isl, min(cached, isl - 1), known)
             saved_s = uncached_s - own_s
-        own_s *= seat.prefill_factor
+        own_s *= seat.prefill_factor  # as `Seat.prefill_s`, looked up once for seats of a class
         queue_s = (
             seat.remaining_s(now_s) if seat.works or seat.foreign_tokens else seat.other_work_s
         )
@@ -94,6 +94,7 @@ def ahead_max_s(ask: Ask, seat: Seat, policy: PairPolicy) -> float:
     if seat.lent:
         return policy.prefill_ahead_s
     cached = min(ask.cached_tokens.get(seat.key, 0), ask.isl - 1)
+    # Rounded as in `prefill_ends`, which decides by it: hence not by `Seat.prefill_s`.
     whole_s, own_s = seat.times.prefill_s(ask.isl), seat.times.prefill_s(ask.isl - cached, cached)
     return policy.prefill_ahead_s + (whole_s - own_s) * seat.prefill_factor
 
@@ -119,7 +120,7 @@ def holding_ends(
         if not (ask.brings_kv or (decodes and holds_all(isl, cached, seat))):
             continue
         cached = min(cached, isl - 1)
-        own_s = seat.times.prefill_s(isl - cached, cached) * seat.prefill_factor
+        own_s = seat.prefill_s(isl, cached)
         queue_s = seat.remaining_s(now_s)
         cost = urgency * (queue_s + own_s) + slow * own_s * seat.decoding
         out[seat.key] = (cost, seat.last_used, seat, queue_s)

@@ -129,6 +129,10 @@ class Seat:
     lent_until_s: float = 0.0
     last_used: int = 0
 
+    def prefill_s(self, isl: float, cached: float = 0) -> float:
+        """Seconds that this worker takes for a prompt of which it holds the first `cached` tokens."""
+        return self.times.prefill_s(isl - cached, cached) * self.prefill_factor
+
     def remaining_s(self, now_s: float) -> float:
         """Seconds of promised prefill work not yet done.
 
