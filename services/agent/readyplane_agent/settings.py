@@ -32,6 +32,7 @@ HELP: Mapping[str, str] = {
     "convertible_tpot_s": "above 0: a decode worker that also takes prompts in short chunks, between "
     "iterations that keep this time per output token",
     "standby": "true: pass the gate, then wait until the router activates it",
+    "trust_file": "trust policy (JSON): whose signatures a manifest needs before it is loaded",
     "worker_class": "worker class, as the planner names it",
     "generation": "rollout generation of the group",
     "mode": "eager, jit or aot",
@@ -76,6 +77,7 @@ class AgentSettings:
     work_dir: Path
     registry: str = ""
     manifest: str = ""
+    trust_file: Path | None = None
     worker_class: str = "default"
     convertible_tpot_s: float = 0.0
     standby: bool = False

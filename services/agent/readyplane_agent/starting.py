@@ -45,6 +45,7 @@ from readyplane_agent.reading import Reader
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.source_use import Fetched
 from readyplane_agent.trace import StartTrace
+from readyplane_agent.vouching import refuse_untrusted
 
 log = logging.getLogger("agent.start")
 T = TypeVar("T")
@@ -182,12 +183,15 @@ class Start:
     async def _load(self) -> None:
         with self._trace.span(SegmentName.ARTIFACT_DISCOVERY) as span:
             manifest, _ = await asyncio.gather(self._manifest(), self._rank("scheduled"))
+            vouched = await self._vouched(manifest)
             arena = Arena(manifest)
             self._started.manifest, self._started.arena = manifest, arena
             await self._give(arena)  # before the plan: whoever plans later can read behind us
             plan = await self._plan(manifest)
+            told = [f"{r.source.source_id}: {r.why}" for r in plan.sources[:4]]
+            told = [vouched, *told] if vouched else told
             span.detail = f"{manifest.digest}, {manifest.size_bytes / 1e6:.1f} MB, " + "; ".join(
-                f"{r.source.source_id}: {r.why}" for r in plan.sources[:4]
+                told
             )
             spec = self._spec(manifest, arena)
         if self._cache is not None:
@@ -277,6 +281,16 @@ class Start:
                 "manifest", [f"model: {found.model} != {self._s.model}"], "order the right artifact"
             )
         return found
+
+    async def _vouched(self, manifest: Manifest) -> str:
+        return await self._patient(
+            lambda: refuse_untrusted(
+                manifest,
+                registry=self._registry,
+                trust_file=self._s.trust_file,
+                clock=self._clock,
+            )
+        )
 
     async def _plan(self, manifest: Manifest) -> FetchPlan:
         return await self._patient(
