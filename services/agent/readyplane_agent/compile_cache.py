@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from readyplane.core.compile_key import (
@@ -24,7 +24,6 @@ from readyplane.core.compile_key import (
 from readyplane.core.errors import (
     IdentityMismatch,
     InvalidField,
-    NotFound,
     ReadyplaneError,
     Refused,
     Unavailable,
@@ -37,6 +36,7 @@ from readyplane.ports import Registry
 from readyplane_agent.compile_archive import ARCHIVE, INDEX, read_index
 from readyplane_agent.compile_store import CompileStore, Taken
 from readyplane_agent.engines.port import EngineSpec
+from readyplane_agent.exact_artifact import Nearest, exact_artifact
 
 log = logging.getLogger("agent.compile")
 
@@ -111,6 +111,12 @@ class CompileCache:
 
     # ------------------------------------------------------------------------------ before
 
+    async def key_of(self, spec: EngineSpec, manifest: Manifest) -> CompileKey:
+        """The key of this start; the machine is looked at once. Raises OSError."""
+        if self._key is None:
+            self._key = compile_key(await asyncio.to_thread(self._inspect, spec, manifest))
+        return self._key
+
     async def prepare(self, spec: EngineSpec, manifest: Manifest) -> Outcome | None:
         """Give the engine's folder what fits exactly, or nothing; None when it compiles nothing."""
         if spec.mode is StartMode.EAGER or spec.compile_cache_dir is None:
@@ -133,7 +139,7 @@ class CompileCache:
         return outcome
 
     async def _prepare(self, spec: EngineSpec, manifest: Manifest) -> Outcome:
-        self._key = key = compile_key(await asyncio.to_thread(self._inspect, spec, manifest))
+        key = await self.key_of(spec, manifest)
         if not key.usable:
             kinds = _kinds(key.problems)
             return Outcome(miss="unknown", factors=kinds, detail=problems_text(key))
@@ -143,41 +149,22 @@ class CompileCache:
         if taken.miss != "absent":
             self._count("refused", taken.miss)
             log.warning("the node's compiled code is no good: %s %s", taken.miss, taken.detail)
-        found = await self._found(manifest, key)
-        if isinstance(found, Outcome):
-            worse = taken.miss != "absent" and found.miss == "absent"
-            return replace(found, miss=taken.miss, detail=taken.detail) if worse else found
-        return await self._fetched(spec, key, found)
+        found = await exact_artifact(
+            self._registry,
+            tag_of(key),
+            model=manifest.model,
+            kind=ArtifactKind.COMPILE,
+            factors=key.factors,
+        )
+        if isinstance(found, Manifest):
+            return await self._fetched(spec, key, found)
+        if taken.miss != "absent" and found.miss == "absent":
+            return Outcome(miss=taken.miss, detail=taken.detail)
+        return _missed(found)
 
     async def _take(self, spec: EngineSpec, key: CompileKey) -> Taken:
         assert spec.compile_cache_dir is not None
         return await asyncio.to_thread(self._store.take, key.factors, spec.compile_cache_dir)
-
-    async def _found(self, manifest: Manifest, key: CompileKey) -> Manifest | Outcome:
-        """The registry's artifact for exactly this key, or why there is none."""
-        need = {**{f"key.{n}": v for n, v in key.factors.items()}, "key_digest": key.digest}
-        kind = str(ArtifactKind.COMPILE)
-        try:
-            by_key = await self._registry.resolve_need(tag_of(key), kind=kind, need=need)
-            if by_key.manifest is not None:
-                return by_key.manifest
-        except NotFound:
-            pass
-        except Unavailable as error:
-            return Outcome(miss="unreachable", detail=str(error))
-        try:
-            nearest = await self._registry.resolve_need(
-                manifest.model, kind=kind, need=need, candidates_max=1
-            )
-        except NotFound:
-            return Outcome(miss="absent")
-        except Unavailable as error:
-            return Outcome(miss="unreachable", detail=str(error))
-        if nearest.manifest is not None:
-            return nearest.manifest
-        if not nearest.candidates:
-            return Outcome(miss="absent")
-        return _differing(nearest.candidates[0].differing)
 
     async def _fetched(self, spec: EngineSpec, key: CompileKey, found: Manifest) -> Outcome:
         """Bring an artifact to the node and to the engine; what is not as it says is withdrawn."""
@@ -304,10 +291,18 @@ def _kinds(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({kind_of_factor(name) for name in names}))
 
 
-def _differing(fields: Sequence[FieldDifference]) -> Outcome:
-    names = [f.field.removeprefix("key.") for f in fields]
-    told = [f"{n}: {f.right} != {f.left}" for n, f in zip(names, fields, strict=True)]
-    more = f", and {len(told) - FIELDS_SHOWN_MAX} more" if len(told) > FIELDS_SHOWN_MAX else ""
+def _missed(nearest: Nearest) -> Outcome:
+    if not nearest.fields:
+        return Outcome(miss=nearest.miss, detail=nearest.detail)
     return Outcome(
-        miss="differs", factors=_kinds(names), detail="; ".join(told[:FIELDS_SHOWN_MAX]) + more
+        miss=nearest.miss,
+        factors=_kinds(f.field for f in nearest.fields),
+        detail=fields_text(nearest.fields),
     )
+
+
+def fields_text(fields: Sequence[FieldDifference]) -> str:
+    """`field: found != needed; …` of the first few."""
+    told = [f"{f.field}: {f.right} != {f.left}" for f in fields]
+    more = f", and {len(told) - FIELDS_SHOWN_MAX} more" if len(told) > FIELDS_SHOWN_MAX else ""
+    return "; ".join(told[:FIELDS_SHOWN_MAX]) + more

@@ -13,6 +13,7 @@ import http.client
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -133,35 +134,42 @@ class CompileBytes:
     async def _send(
         self, archive: Path, index: Index, key: CompileKey, about: Manifest
     ) -> tuple[str, str]:
-        tag = tag_of(key)
-        try:
-            known = await self._registry.resolve(tag, kind=str(ArtifactKind.COMPILE))
-        except NotFound:
-            pass
-        else:
-            return "known", known.digest
-        url = self._upload
-        if not url:
-            return "node_only", ""
+        known = await self.named(tag_of(key), ArtifactKind.COMPILE)
+        if known:
+            return "known", known
         table = archive.with_name(INDEX)
         table.write_bytes(index.document())
         manifest = await asyncio.to_thread(manifest_of, archive, table, key, about)
-        for entry, path in zip(manifest.files, (archive, table), strict=True):
-            await asyncio.to_thread(put, url, entry, path, self._token)
-        digest, _ = await self._registry.publish_manifest(manifest.document())
-        return await self._name(tag, digest)
+        return await self.offer(tag_of(key), manifest, {ARCHIVE: archive, INDEX: table})
 
-    async def _name(self, tag: str, digest: str) -> tuple[str, str]:
+    async def named(self, tag: str, kind: ArtifactKind) -> str:
+        """Digest of what a tag points at and was not withdrawn; empty without."""
+        try:
+            return (await self._registry.resolve(tag, kind=str(kind))).digest
+        except NotFound:
+            return ""
+
+    async def offer(
+        self, tag: str, manifest: Manifest, paths: Mapping[str, Path]
+    ) -> tuple[str, str]:
+        """Upload, publish and name by compare-and-set: (`published`, `known` or `node_only`, digest).
+
+        Raises:
+            Unavailable: the registry is not there. Refused: it does not want the artifact.
+        """
+        if not self._upload:
+            return "node_only", ""
+        for entry in manifest.files:
+            await asyncio.to_thread(put, self._upload, entry, paths[entry.path], self._token)
+        digest, _ = await self._registry.publish_manifest(manifest.document())
         try:
             await self._registry.set_tag(tag, digest)
         except Conflict as error:
-            found = str(error.found)
-            try:
-                await self._registry.resolve(tag, kind=str(ArtifactKind.COMPILE))
-            except NotFound:  # what it points at was withdrawn: ours takes its place
-                await self._registry.set_tag(tag, digest, expected_digest=found)
-            else:
-                return "known", found
+            known = await self.named(tag, manifest.kind)
+            if known:
+                return "known", known
+            # What it points at was withdrawn: ours takes its place.
+            await self._registry.set_tag(tag, digest, expected_digest=str(error.found))
         return "published", digest
 
 
@@ -199,13 +207,25 @@ def compile_cache_of(
 def manifest_of(archive: Path, index: Path, key: CompileKey, about: Manifest) -> Manifest:
     """The manifest of packed code. Blocking: it hashes the files."""
     factors = key.factors
+    files = (file_entry(ARCHIVE, archive), file_entry(INDEX, index))
+    return keyed_manifest(ArtifactKind.COMPILE, LAYOUT, files, factors, about)
+
+
+def keyed_manifest(
+    kind: ArtifactKind,
+    layout: str,
+    files: tuple[FileEntry, ...],
+    factors: Mapping[str, str],
+    about: Manifest,
+) -> Manifest:
+    """The manifest of an artifact that holds for one key only, about one model's weights."""
     capability = factors["capability"]
     return Manifest(
-        kind=ArtifactKind.COMPILE,
+        kind=kind,
         model=about.model,
-        files=(_entry(ARCHIVE, archive), _entry(INDEX, index)),
+        files=files,
         quantisation=about.quantisation,
-        layout=LAYOUT,
+        layout=layout,
         loader_version=f"{factors['engine']}/{_version(factors['engine_version'])}",
         tp=about.tp,
         pp=about.pp,
@@ -220,7 +240,8 @@ def _version(text: str) -> str:
     return found.strip("._+-") or "unversioned"
 
 
-def _entry(name: str, path: Path) -> FileEntry:
+def file_entry(name: str, path: Path) -> FileEntry:
+    """A manifest's line about a file. Blocking: it is hashed."""
     digest, chunks, size = hashlib.sha256(), [], 0
     with path.open("rb") as file:
         while piece := file.read(CHUNK_BYTES_DEFAULT):
