@@ -29,10 +29,12 @@ CACHED_PIECE_BYTES = 2**20
 DIRECT_PIECE_BYTES = 4 * 2**20
 """Asked of the disk at once."""
 
+RESIDENCE_SAMPLES = 3
 RESIDENT_SHARE_MIN = 0.75
 """A chunk of which less is in the page cache is read past it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 @dataclass(slots=True)
@@ -97,9 +99,9 @@ class OpenFile:
             self.no_direct = "the file system has no direct reads"
 
     def resident_share(self, start: int, size: int) -> float | None:
-        """Share of a range that lies in the page cache, None where the kernel does not say.
+        """Share of a range that lies in the page cache, by samples; None where nobody says.
 
-        Asked of the page tables' owner (mincore), which reads nothing in: a probing read would.
+        Asked without reading (mincore): a read that tries would have the kernel read ahead.
         """
         if not self._told:
             return None
@@ -115,14 +117,17 @@ class OpenFile:
             anchor = ctypes.c_char.from_buffer(self._pages)
             self._base = ctypes.addressof(anchor)
             del anchor
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        length = min(start + size, self.size_bytes) - first
-        pages = -(-length // mmap.PAGESIZE)
-        found = (ctypes.c_ubyte * pages)()
-        done = _libc.mincore(
-            ctypes.c_void_p(self._base + first), ctypes.c_size_t(length), ctypes.byref(found)
-        )
-        return bytes(found).count(1) / pages if done == 0 else None
+        end = min(start + size, self.size_bytes)
+        step = max(mmap.PAGESIZE, size // RESIDENCE_SAMPLES)
+        places = range(start, end, step)
+        found = ctypes.c_ubyte()
+        resident = 0
+        for place in places:
+            page = self._base + place // mmap.PAGESIZE * mmap.PAGESIZE
+            if _libc.mincore(page, 1, ctypes.byref(found)) != 0:
+                return None
+            resident += found.value & 1
+        return resident / len(places) if places else 1.0
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -184,32 +189,23 @@ class FileReader:
     def _read(
         self, opened: OpenFile, entry: FileEntry, start: int, into: memoryview
     ) -> Fault | str:
-        why = self._why_buffered(opened, start, into)
-        whole = 0 if why is not None else len(into) // BLOCK_BYTES * BLOCK_BYTES
         running = xxhash.xxh3_128()
+        why = self._why_buffered(opened, start, into)
         done = 0
-        while done < len(into):
-            direct = done < whole
-            most = (whole if direct else len(into)) - done
-            piece = into[
-                done : done + min(most, DIRECT_PIECE_BYTES if direct else CACHED_PIECE_BYTES)
-            ]
+        if why is None:
+            whole = len(into) // BLOCK_BYTES * BLOCK_BYTES
             try:
-                got = os.preadv(opened.direct if direct else opened.buffered, [piece], start + done)
+                done = _hash_in(opened.direct, start, into[:whole], running, BLOCK_BYTES)
             except OSError:
-                if not direct:
-                    raise
-                # Some file systems take the flag and refuse the read: only buffered, from here on.
+                # Some file systems take the flag and refuse the read: buffered from here on.
                 opened.no_direct = why = "the file system refused a direct read"
-                whole = done
-                continue
-            if got == 0:
-                return Fault("corrupt", f"{entry.path} ended at {start + done} B")
-            running.update(piece[:got])
-            done += got
-            if direct and got % BLOCK_BYTES:
-                whole = done  # cut in the middle of a block: what is left is no longer aligned
-            self._count(got, direct=direct, why=why)
+                running = xxhash.xxh3_128()
+            self.ways.direct_bytes += done
+        rest = into[done:]
+        got = _hash_in(opened.buffered, start + done, rest, running, 1)
+        self._count(got, why)
+        if got < len(rest):
+            return Fault("corrupt", f"{entry.path} ended at {start + done + got} B")
         return running.hexdigest()
 
     def _why_buffered(self, opened: OpenFile, start: int, into: memoryview) -> str | None:
@@ -227,16 +223,37 @@ class FileReader:
             return "the chunk does not begin at a whole block"
         return None
 
-    def _count(self, size: int, *, direct: bool, why: str | None) -> None:
+    def _count(self, size: int, why: str | None) -> None:
         ways = self.ways
-        if direct:
-            ways.direct_bytes += size
-        elif why is None:
+        if why is None:
             ways.tail_bytes += size
         elif not why:
             ways.cached_bytes += size
         else:
             ways.fallback_bytes[why] = ways.fallback_bytes.get(why, 0) + size
+
+
+def _hash_in(
+    fd: int, start: int, into: memoryview, running: xxhash.xxh3_128, block_bytes: int
+) -> int:
+    """Fill `into` piece by piece, hashing each while it is near; returns how far it came.
+
+    Short of all only at the file's end, or where a read ended inside one of the blocks that this
+    descriptor reads in.
+    """
+    piece_bytes = CACHED_PIECE_BYTES if block_bytes == 1 else DIRECT_PIECE_BYTES
+    read, update, size = os.preadv, running.update, len(into)
+    done = 0
+    while done < size:
+        piece = into[done : done + piece_bytes]
+        got = read(fd, (piece,), start + done)
+        if got == 0:
+            break
+        update(piece if got == len(piece) else piece[:got])
+        done += got
+        if got % block_bytes:
+            break
+    return done
 
 
 def address(view: memoryview) -> int:
