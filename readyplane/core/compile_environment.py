@@ -149,6 +149,8 @@ ARGUMENTS_LEFT_OUT: Mapping[str, str] = {
     "--swap-space": KV_SIZE,
     "--mem-fraction-static": KV_SIZE,
     "--kv-tokens": KV_SIZE,
+    "--kv-reuse-bytes": KV_SIZE,
+    "--device-taken-bytes": KV_SIZE,
     "--seed": "seeds the sampler, not the code",
 }
 

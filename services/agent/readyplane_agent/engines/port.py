@@ -61,6 +61,7 @@ class EngineSpec:
         max_batch_tokens, max_num_seqs: bounds of one iteration, 0 for what the profile says. Role
             BOTH computes prompts in chunks that keep within `max_batch_tokens` beside what decodes.
         kv_tokens: size of the KV pool, 0 for what the profile says.
+        kv_reuse_bytes: size of the KV pool that was measured before (R16), 0 to measure it.
         wait_weights: the process may start before the weights are there: it imports and sets up
             what needs no weights, and waits until `tensor_table_path` exists (write it last, by
             rename, when every chunk is verified).
@@ -87,6 +88,7 @@ class EngineSpec:
     mode: StartMode = StartMode.JIT
     compile_cache_dir: Path | None = None
     kv_tokens: int = 0
+    kv_reuse_bytes: int = 0
     max_batch_tokens: int = 0
     max_num_seqs: int = 0
     wait_weights: bool = False

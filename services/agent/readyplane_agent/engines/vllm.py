@@ -49,6 +49,8 @@ def command(spec: EngineSpec, *, model_dir: Path, port: int, ports: tuple[int, i
         words.append("--enforce-eager")
     if spec.kv_tokens:
         words += ["--num-gpu-blocks-override", str(-(-spec.kv_tokens // 16))]
+    if spec.kv_reuse_bytes:
+        words += ["--kv-cache-memory-bytes", str(spec.kv_reuse_bytes)]
     if spec.max_batch_tokens:
         # vLLM fills an iteration with tokens of what decodes first; the rest is a prompt's chunk.
         words += ["--enable-chunked-prefill"]

@@ -26,6 +26,7 @@ from readyplane_agent.engines.modelled import settings, startup
 from readyplane_agent.engines.modelled.core import EngineModel
 from readyplane_agent.engines.modelled.handover import HandoverChannel
 from readyplane_agent.engines.modelled.kv_publish import KvPublisher
+from readyplane_agent.engines.modelled.memory import size_pool
 from readyplane_agent.engines.modelled.metrics import EngineMetrics
 from readyplane_agent.engines.modelled.runtime import Runtime
 from readyplane_agent.engines.modelled.server import VERSION, EngineServer
@@ -124,15 +125,17 @@ async def _start(
     with log.segment(SegmentName.HOST_TO_DEVICE):
         weights = Weights(s.arena, s.tensor_table)
     LOG.info("%d tensors, %d bytes mapped", weights.tensor_count, weights.size_bytes)
-    for name in (SegmentName.COMPILE, SegmentName.KV_PROFILE, SegmentName.CUDA_GRAPH):
-        await startup.modelled(log, clock, s, name)
     block_size = s.block_size or config["block_size"]
-    kv_tokens = s.kv_tokens or profile.kv_capacity_tokens
+    await startup.modelled(log, clock, s, SegmentName.COMPILE)
+    kv_blocks = await size_pool(
+        log, clock, s, profile, weights_bytes=weights.size_bytes, block_size=block_size
+    )
+    await startup.modelled(log, clock, s, SegmentName.CUDA_GRAPH)
     eager = s.mode is StartMode.EAGER
     model = EngineModel(
         profile,
         block_size=block_size,
-        kv_blocks=kv_tokens // block_size,
+        kv_blocks=kv_blocks,
         max_batch_tokens=s.max_batch_tokens or None,
         max_num_seqs=s.max_num_seqs or None,
         prefix_caching=s.prefix_caching,
@@ -140,7 +143,10 @@ async def _start(
         hold_s=s.kv_hold_s,
         coalesce_s=s.coalesce_s,
     )
-    server.config = {**config, "max_model_len": min(config["max_model_len"], kv_tokens)}
+    longest = (
+        kv_blocks * block_size if s.device_bytes else s.kv_tokens or profile.kv_capacity_tokens
+    )
+    server.config = {**config, "max_model_len": min(config["max_model_len"], longest)}
     numbers = count()
     runtime = Runtime(
         model,

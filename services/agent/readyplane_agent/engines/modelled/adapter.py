@@ -105,6 +105,7 @@ class ModelledEngine:
             ("--kv-events-port", spec.kv_events_port),
             ("--kv-replay-port", spec.kv_replay_port),
             ("--kv-tokens", spec.kv_tokens),
+            ("--kv-reuse-bytes", spec.kv_reuse_bytes),
             ("--max-batch-tokens", spec.max_batch_tokens),
             ("--max-num-seqs", spec.max_num_seqs),
             ("--mode", spec.mode),
@@ -220,6 +221,11 @@ class ModelledEngine:
         return "\n".join(text.splitlines()[-lines:])
 
     # ------------------------------------------------------------------ what it is and does
+
+    def memory_account(self) -> Mapping[str, Any]:
+        """What it says of its device's memory (`modelled.memory.Account`); empty without one."""
+        found = self._facts.get("memory")
+        return found if isinstance(found, dict) else {}
 
     def serving(self) -> Serving:
         """How it is reached and what it holds."""

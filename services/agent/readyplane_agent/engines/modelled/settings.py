@@ -38,6 +38,9 @@ class ModelledSettings:
     kv_replay_port: int
     block_size: int
     kv_tokens: int
+    kv_reuse_bytes: int
+    device_bytes: int
+    device_taken_bytes: int
     max_num_seqs: int
     max_batch_tokens: int
     mode: StartMode
@@ -69,6 +72,8 @@ def parse(argv: Sequence[str]) -> ModelledSettings:
         _within(flag, getattr(given, flag), 0, 65535)
     for flag in ("kv_tokens", "max_num_seqs", "max_batch_tokens", "block_size"):
         _within(flag, getattr(given, flag), 0, 2**40)
+    for flag in ("kv_reuse_bytes", "device_bytes", "device_taken_bytes"):
+        _within(flag, getattr(given, flag), 0, 2**50)
     for flag in ("coalesce_ms", "kv_hold_s", "kv_answer_limit_s", "wait_weights_s", "link_setup_s"):
         _within(flag, getattr(given, flag), 0, 1e6)
     _within("eager_factor", given.eager_factor, 1, 100)
@@ -91,6 +96,9 @@ def parse(argv: Sequence[str]) -> ModelledSettings:
         kv_replay_port=given.kv_replay_port,
         block_size=given.block_size,
         kv_tokens=given.kv_tokens,
+        kv_reuse_bytes=given.kv_reuse_bytes,
+        device_bytes=given.device_bytes,
+        device_taken_bytes=given.device_taken_bytes,
         max_num_seqs=given.max_num_seqs,
         max_batch_tokens=given.max_batch_tokens,
         mode=StartMode(given.mode),
@@ -136,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-buffer-steps", type=int, default=10_000, help="event batches kept for replay")
     add("--block-size", type=int, default=0, help="tokens a KV block, 0: as the config says")
     add("--kv-tokens", type=int, default=0, help="KV pool, 0: as the profile says")
+    add("--device-bytes", type=int, default=0, help="memory of a modelled device, 0: none")
+    add("--device-taken-bytes", type=int, default=0, help="what others hold of it")
+    add("--kv-reuse-bytes", type=int, default=0, help="KV pool measured before, 0: measure")
     add("--max-num-seqs", type=int, default=0, help="sequences at once, 0: as the profile says")
     add("--max-batch-tokens", type=int, default=0, help="tokens an iteration, 0: as the profile")
     add("--max-waiting", type=int, default=4096, help="requests queued before 503")

@@ -172,12 +172,13 @@ def read_tokenizer(path: Path | None) -> None:
         raise InvalidField("tokenizer", str(path), 'use {"type": "bytes", "offset": 3}')
 
 
-async def modelled(log: StartupLog, clock: Clock, s: ModelledSettings, name: SegmentName) -> None:
+async def modelled(
+    log: StartupLog, clock: Clock, s: ModelledSettings, name: SegmentName, *, detail: str = ""
+) -> None:
     """Sleep through one modelled segment, if this start has it."""
     seconds = s.segments.get(name)
     if seconds is None or (s.mode is StartMode.EAGER and name in _GRAPHS):
         return
-    detail = ""
     key: dict[str, str] = {}
     shapes: tuple[int, ...] = ()
     if name is SegmentName.COMPILE:
