@@ -86,6 +86,11 @@ class Arena:
             start, self.size_bytes - start if size_bytes is None else size_bytes
         )
 
+    def prefault_chunk(self, path: str, index: int) -> None:
+        """Fault in where a chunk will lie, unless that was done ahead."""
+        start, size = self.span(path, index)
+        self.memory.prefault(self.offsets[path] + start, size)
+
     def span(self, path: str, index: int) -> tuple[int, int]:
         """(offset in its file, length) of a chunk."""
         chunk = self.manifest.chunk_bytes

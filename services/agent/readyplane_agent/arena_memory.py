@@ -26,6 +26,7 @@ HUGE_BYTES = 2 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in without changing them
 _MADV_COLLAPSE = 25  # Linux 6.1
 _NO_MEMORY = 12
+_FREE, _CLAIMED, _DONE = 0, 1, 2  # a part of `HUGE_BYTES`: nobody's, somebody is at it, faulted in
 _ALIGN_TRIES = 3
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -67,7 +68,10 @@ class ArenaMemory:
         self.size_bytes = size_bytes
         self.sealed = False
         self.faulted = Faulted()
-        self._counting = threading.Lock()
+        self._claims = threading.Condition()
+        self._parts = bytearray(-(-size_bytes // HUGE_BYTES))
+        self._left = len(self._parts)
+        self._cannot = False
         self.fd = os.memfd_create("readyplane-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size_bytes)
@@ -89,34 +93,63 @@ class ArenaMemory:
     def prefault(self, start: int, size_bytes: int) -> bool:
         """Fault a range in, changing no byte of it, also while somebody writes there.
 
+        Several threads may ask side by side: each part is done once, and whoever wants one that
+        another is at waits for it. A page that was written to before it is a huge one costs a
+        copy, so the loader asks for its own range before it reads there.
+
         Returns False where the kernel cannot (the pages are then faulted in while loading).
         Blocking, and lets other threads run: call it in one.
 
         Raises:
             Unavailable: no memory is left.
         """
-        whole = start // HUGE_BYTES * HUGE_BYTES
-        if start != whole or self._base % HUGE_BYTES:
-            return self._small(start, size_bytes, "the range is not aligned to 2 MiB")
-        huge = min(size_bytes, self.size_bytes - start) // HUGE_BYTES * HUGE_BYTES
-        for at in range(start, start + huge, HUGE_BYTES):
-            # A range without a single page has no table to put a huge one in.
-            if not self._advise(at, mmap.PAGESIZE, _MADV_POPULATE_WRITE):
-                return self._small(start, size_bytes, "the kernel faults nothing in ahead")
-            if not self._advise(at, HUGE_BYTES, _MADV_COLLAPSE):
-                why = os.strerror(ctypes.get_errno())
-                if not self._small(at, HUGE_BYTES, f"no huge page: {why}"):
-                    return False
-                continue
-            with self._counting:
-                self.faulted.huge_bytes += HUGE_BYTES
-        rest = min(size_bytes, self.size_bytes - start) - huge
-        return rest == 0 or self._small(start + huge, rest, "")
+        if self._left == 0 or self._cannot:
+            return not self._cannot
+        first = start // HUGE_BYTES
+        end = min(-(-(start + size_bytes) // HUGE_BYTES), len(self._parts))
+        for number in range(first, end):
+            if self._parts[number] != _DONE and not self._part(number):
+                return False
+        return True
+
+    def _part(self, number: int) -> bool:
+        with self._claims:
+            while self._parts[number] == _CLAIMED:
+                self._claims.wait()
+            if self._parts[number] == _DONE or self._base == 0:
+                return self._base != 0
+            self._parts[number] = _CLAIMED
+        done = False
+        try:
+            done = self._fault(number * HUGE_BYTES)
+        finally:
+            with self._claims:
+                self._parts[number] = _DONE if done else _FREE
+                self._left -= done
+                self._cannot = not done
+                self._claims.notify_all()
+        return done
+
+    def _fault(self, at: int) -> bool:
+        """One part of `HUGE_BYTES`; the last may be shorter."""
+        size = min(HUGE_BYTES, self.size_bytes - at)
+        if size < HUGE_BYTES:
+            return self._small(at, size, "")
+        if self._base % HUGE_BYTES:
+            return self._small(at, size, "the memory is not mapped at a multiple of 2 MiB")
+        # A range without a single page has no table to put a huge one in.
+        if not self._advise(at, mmap.PAGESIZE, _MADV_POPULATE_WRITE):
+            return False
+        if not self._advise(at, HUGE_BYTES, _MADV_COLLAPSE):
+            return self._small(at, size, f"no huge page: {os.strerror(ctypes.get_errno())}")
+        with self._claims:
+            self.faulted.huge_bytes += HUGE_BYTES
+        return True
 
     def _small(self, start: int, size_bytes: int, why: str) -> bool:
         if not self._advise(start, size_bytes, _MADV_POPULATE_WRITE):
             return False
-        with self._counting:
+        with self._claims:
             self.faulted.small_bytes += size_bytes
             self.faulted.why_small = why or self.faulted.why_small
         return True
@@ -140,7 +173,7 @@ class ArenaMemory:
             return
         self.view.release()
         self._map.close()
-        self._base = 1  # nothing can be faulted in any more
+        self._stop_faulting()
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
@@ -151,10 +184,18 @@ class ArenaMemory:
         self.view = memoryview(self._map)
         self.sealed = True
 
+    def _stop_faulting(self) -> None:
+        """Nothing is faulted in any more, and nobody is at it: the map is about to go."""
+        with self._claims:
+            self._base = 0
+            while _CLAIMED in self._parts:
+                self._claims.wait()
+
     def close(self) -> None:
         """Give the memory back (to the kernel once the engine is gone too). Idempotent."""
         if self.fd < 0:
             return
+        self._stop_faulting()
         self.view.release()
         with contextlib.suppress(BufferError):  # a reader's view keeps the map until it ends
             self._map.close()

@@ -201,6 +201,7 @@ class Pipeline:
     def _chunk(self, reader: RangeReader, path: str, index: int, start: int) -> Fault | None:
         entry = self._arena.entry(path)
         assert entry is not None
+        self._arena.prefault_chunk(path, index)
         window = self._arena.window(path, index)
         try:
             found = _read_hashed(reader, entry, start, window)
