@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from readyplane.core.errors import Unavailable
+from readyplane.core.errors import (
+    ReadyplaneError,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
 from readyplane.core.identity import KvFormat
 from readyplane.core.startup import StartMode
 from readyplane.core.worker import Role, StartProgress, WorkerState
@@ -52,6 +57,13 @@ def without(name: str) -> dict[str, Any]:
         ({**GOOD, "max_tokens": 1.5}, 400, "invalid_value", "max_tokens"),
         ({**GOOD, "max_tokens": "9"}, 400, "invalid_value", "max_tokens"),
         ({**GOOD, "max_tokens": True}, 400, "invalid_value", "max_tokens"),
+        ({**GOOD, "max_completion_tokens": True}, 400, "invalid_value", "max_completion_tokens"),
+        ({**GOOD, "temperature": True}, 400, "invalid_value", "temperature"),
+        ({**GOOD, "top_k": False}, 400, "invalid_value", "top_k"),
+        ({**GOOD, "seed": True}, 400, "invalid_value", "seed"),
+        ({**GOOD, "min_tokens": True}, 400, "invalid_value", "min_tokens"),
+        ({**GOOD, "logprobs": True}, 400, "invalid_value", "logprobs"),
+        ({**GOOD, "n": True}, 400, "invalid_value", "n"),
         ({**GOOD, "n": 2}, 400, "invalid_value", "n"),
         ({**GOOD, "n": 0}, 400, "invalid_value", "n"),
         ({**GOOD, "best_of": 3}, 400, "invalid_value", "best_of"),
@@ -432,5 +444,55 @@ def test_an_engine_that_finds_a_prompt_too_long_is_believed(chat: bool) -> None:
         assert (got.status, got.error["code"]) == (400, "context_length_exceeded")
         assert "4096" in got.error["message"]
         assert not any(engine.calls() for engine in world.engines.values())
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [Unsupported("Watch on this port", "call it on the other gRPC port"), Unauthenticated()],
+)
+def test_a_router_that_refuses_the_gateway_is_said_to_do_so_after_a_while(
+    refusal: ReadyplaneError,
+) -> None:
+    """A pick port serves no Watch: whoever is told to try again would try for ever."""
+
+    async def story(world: World) -> None:
+        async def refuses(model: str = "") -> Any:
+            del model
+            raise refusal
+            yield
+
+        gateway = world.gateway
+        told: list[str] = []
+        gateway.tell_why = told.append
+        gateway.fleet.__init__(lambda *_: None)  # type: ignore[misc]  # as at the start
+        world.router.watch = refuses  # type: ignore[method-assign]
+        watching = asyncio.ensure_future(gateway.watch_fleet())
+        await asyncio.sleep(5.0)
+        early = await world.ask()
+        assert early.status == 503
+        assert "retry-after" in early.headers
+        assert not told
+        await asyncio.sleep(10.0)
+        late = await world.ask()
+        assert late.status == 500
+        error = json.loads(late.body)["error"]
+        assert error["code"] == "router_refuses"
+        assert "--router" in error["message"]
+        assert "retry-after" not in late.headers
+        assert told == [error["message"]]
+        assert error["message"] in (await world.ask(path="/health", method="GET")).body.decode()
+        watching.cancel()
+
+    play(story)
+
+
+def test_a_router_that_refuses_to_route_is_not_taken_for_the_clients_fault() -> None:
+    async def story(world: World) -> None:
+        for refusal in (Unsupported("Route on this port", "another"), Unauthenticated()):
+            world.router.faults.append(refusal)
+            got = await world.ask()
+            assert (got.status, json.loads(got.body)["error"]["code"]) == (500, "router_refuses")
 
     play(story)

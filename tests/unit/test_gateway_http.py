@@ -1,6 +1,7 @@
 """The gateway's side of HTTP/1.1, over real sockets."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,14 +11,16 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from readyplane_gateway import http_server
-from readyplane_gateway.http_server import GONE, HttpConnection
+from readyplane_gateway.http_server import GONE, WHOLE, HttpConnection
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 @asynccontextmanager
-async def serving(app: App) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=5)
+async def serving(
+    app: App, *, keep_s: int = 5
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=keep_s)
     state = ServerState()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: HttpConnection(config, state, {}), "127.0.0.1", 0)
@@ -179,6 +182,12 @@ async def test_what_is_not_for_the_application_is_said_and_closed(
         data = await asyncio.wait_for(reader.read(), 2)
         assert data.startswith(b"HTTP/1.1 " + status)
         assert b"connection: close" in data
+        head, _, body = data.partition(b"\r\n\r\n")
+        assert b"content-type: application/json" in head
+        assert f"content-length: {len(body)}".encode() in head
+        error = json.loads(body)["error"]  # as every error of the API
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == ("headers_too_large" if status == b"431" else "invalid_http")
 
 
 async def test_headers_that_do_not_come_are_not_waited_for(
@@ -190,6 +199,7 @@ async def test_headers_that_do_not_come_are_not_waited_for(
         assert (await answer(reader))[1] == b"/ first"
         data = await asyncio.wait_for(reader.read(), 2)
         assert data.startswith(b"HTTP/1.1 408")
+        assert json.loads(data.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_timeout"
 
 
 async def test_an_application_that_breaks_ends_its_connection() -> None:
@@ -221,3 +231,32 @@ async def test_no_header_is_smuggled_in() -> None:
         data = await asyncio.wait_for(reader.read(), 2)
         assert data.startswith(b"HTTP/1.1 204 No Content\r\n")
         assert b"content-length" not in data
+
+
+async def test_a_body_that_is_there_may_be_taken_whole_and_once() -> None:
+    taken: list[bytes | None] = []
+
+    async def whole(scope: Any, receive: Any, send: Any) -> None:
+        taken.extend((scope[WHOLE](), scope[WHOLE]()))
+        if taken[0] is None:
+            taken[0] = await whole_body(receive)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * len(taken[0] or b"")})
+
+    async with serving(whole) as (reader, writer):
+        for size in (5, 3 * 2**20):  # the long one is begun before it is there
+            taken.clear()
+            writer.write(post("/", b"y" * size))
+            head, body = await answer(reader)
+            assert len(body) == size
+            assert f"content-length: {size}".encode() in head
+            assert taken == [b"y" * size, None]
+
+
+async def test_who_is_idle_is_closed_and_who_asks_now_and_then_is_not() -> None:
+    async with serving(echo, keep_s=1) as (reader, writer):
+        for _ in range(4):
+            writer.write(post("/", b"z"))
+            assert (await answer(reader))[1] == b"/ z"
+            await asyncio.sleep(0.4)
+        assert await asyncio.wait_for(reader.read(), 3) == b""

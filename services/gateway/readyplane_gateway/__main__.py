@@ -122,6 +122,7 @@ async def _serve(settings: GatewaySettings, registry: Registry | None, choice: C
     )
     server.http = HttpConnection
     server.set_ready(False, "the router has not sent the fleet yet")
+    gateway.tell_why = partial(server.set_ready, False)
 
     async def say_when_ready() -> None:
         await gateway.fleet_known()

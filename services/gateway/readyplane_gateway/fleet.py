@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from readyplane.core.errors import NotFound, Refused, Unavailable
+from readyplane.core.errors import NotFound, ReadyplaneError, Refused, Unavailable
 from readyplane.core.identity import KvFormat, compatible
 from readyplane.core.worker import Fleet, Role, Worker, WorkerState
 
 SEEN_MODELS_MAX = 1024
 _CAN_TOKENISE = (WorkerState.READY, WorkerState.DRAINING)
+
+
+class RouterRefuses(ReadyplaneError):
+    """Whoever is asked serves no gateway, or not this one: asking again does not help."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the router refuses the gateway ({why}): start it with the router's usual gRPC address "
+            "(--router; the pick port is --router-picks) and its token"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +49,11 @@ class ModelFacts:
 
 
 class FleetView:
-    """The last snapshot and what is known beside it."""
+    """The last snapshot and what is known beside it.
+
+    Attributes:
+        applied: a snapshot has come. refused: why none will ever come, empty while one may.
+    """
 
     def __init__(
         self, gone: Callable[[str, str], None], drains: Callable[[Worker], None] = lambda _: None
@@ -49,6 +63,7 @@ class FleetView:
         """
         self.fleet = Fleet()
         self.applied = False
+        self.refused = ""
         self._gone, self._drains = gone, drains
         self._models: dict[str, ModelFacts] = {}
         self._seen: dict[str, None] = {}
@@ -69,7 +84,7 @@ class FleetView:
                 if before is None or before.state is not WorkerState.DRAINING:
                     self._drains(worker)
         self.fleet = fleet
-        self.applied = True
+        self.applied, self.refused = True, ""
         names = {worker.offer.model for worker in fleet.workers.values()}
         self._models = {name: _facts(fleet, name) for name in sorted(names)}
         for name in names:
@@ -89,7 +104,7 @@ class FleetView:
         known and not ready.
 
         Raises:
-            Unavailable: no snapshot has come yet (B51).
+            Unavailable: no snapshot has come yet (B51). RouterRefuses: none ever will.
             NotFound: neither the fleet nor the registry knows it (B172).
             Refused: every worker that was started for it failed, with the reasons (B172).
         """
@@ -98,6 +113,8 @@ class FleetView:
             if self.knows(model):
                 return ModelFacts(model)
             if not self.applied:
+                if self.refused:
+                    raise RouterRefuses(self.refused)
                 raise Unavailable("the router has not sent the fleet yet", "try again")
             raise NotFound("model", model[:200], "choose one of /v1/models")
         if facts.failures and not facts.starting and not facts.tokenisers:

@@ -31,6 +31,7 @@ from readyplane.core.errors import (
     Unsupported,
 )
 from readyplane.core.work import Slo
+from readyplane_gateway.fleet import RouterRefuses
 
 TOKEN_ID_MAX = 2**32 - 1
 PRIORITY_MAX = 2**31 - 1
@@ -52,6 +53,26 @@ SLO_HEADERS = {
     "tpot": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
 }
 TENANT_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+
+# Numbers that engines judge; JSON's true is none, though some would take it for 1.
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "length_penalty",
+    "seed",
+    "min_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+    "top_logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "thinking_token_budget",
+)
 
 _TOKENS = list[Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]]
 
@@ -169,6 +190,7 @@ _FAILURES: tuple[tuple[type[ReadyplaneError], int, str, str], ...] = (
     (LostLease, 503, "server_error", "unavailable"),
     (Conflict, 409, "server_error", "conflict"),
     (Refused, 500, "server_error", "model_load_failed"),
+    (RouterRefuses, 500, "server_error", "router_refuses"),
 )
 
 
@@ -233,6 +255,7 @@ def parse_ask(kind: Kind, raw: bytes) -> Ask:
         messages = _messages(body.get("messages"))
         if body.get("prompt_token_ids") is not None:
             token_ids = _token_ids("prompt_token_ids", body["prompt_token_ids"])
+    _no_booleans(body, kind)
     _only_one(body, "n")
     _only_one(body, "best_of")
     if body.get("use_beam_search"):
@@ -411,6 +434,15 @@ def _only_one(body: Mapping[str, Any], name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidField(name, _short(value), "send 1 or leave it out")
     raise _not_offered(name, value, "send 1: one hand-over carries one sequence")
+
+
+def _no_booleans(body: Mapping[str, Any], kind: Kind) -> None:
+    """Raises InvalidField: true or false where a number belongs (a chat's `logprobs` is one)."""
+    for name in NUMBERS:
+        if isinstance(body.get(name), bool):
+            raise InvalidField(name, body[name], "send a number, or leave it out")
+    if kind is Kind.COMPLETIONS and isinstance(body.get("logprobs"), bool):
+        raise InvalidField("logprobs", body["logprobs"], "send a whole number, or leave it out")
 
 
 def _unsupported(body: Mapping[str, Any], name: str) -> None:

@@ -14,7 +14,13 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from readyplane.core.errors import PromptTooLong, ReadyplaneError, Unavailable
+from readyplane.core.errors import (
+    PromptTooLong,
+    ReadyplaneError,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
 from readyplane.core.work import (
     EventKind,
     RequestEvent,
@@ -27,7 +33,7 @@ from readyplane.ports import End, Pair, Router
 from readyplane_gateway.ahead import Refused, RouteAhead, Unconfirmed, choose
 from readyplane_gateway.bounds import Bounds
 from readyplane_gateway.engine_http import Trouble
-from readyplane_gateway.fleet import FleetView, ModelFacts
+from readyplane_gateway.fleet import FleetView, ModelFacts, RouterRefuses
 from readyplane_gateway.legs import Bodies, DecodeLeg, Handover, LegFailed, Legs
 from readyplane_gateway.metrics import Meters
 from readyplane_gateway.moves import Moves
@@ -161,7 +167,7 @@ class Proxy:
         """A pair; a router that is away is asked again within `router_wait_s_max`.
 
         Raises:
-            ReadyplaneError: what the router said, or Unavailable.
+            ReadyplaneError: what the router said, Unavailable, or RouterRefuses.
         """
         give_up_s = self._clock.monotonic_s() + self._bounds.router_wait_s_max
         pause_s = RETRY_FIRST_S
@@ -170,6 +176,8 @@ class Proxy:
                 if self._route_ahead is None:
                     return await self._ask_router(shape, replaces, avoid)
                 return await self._choose(self._route_ahead, call, shape, replaces, avoid)
+            except (Unsupported, Unauthenticated) as error:  # nothing of the client's is meant
+                raise RouterRefuses(str(error)) from error
             except Unavailable as error:
                 self._meters.router_waits.labels("route").inc()
                 if self._clock.monotonic_s() + pause_s > give_up_s:

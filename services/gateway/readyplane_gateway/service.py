@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 
-from readyplane.core.errors import ReadyplaneError
+from readyplane.core.errors import ReadyplaneError, Unavailable
 from readyplane.kit.clock import Clock
 from readyplane.kit.telemetry import Metrics
 from readyplane.ports import Mover, Registry, Router
 from readyplane_gateway.ahead import RouteAhead
 from readyplane_gateway.bounds import Bounds
 from readyplane_gateway.engine_http import EngineHttp
-from readyplane_gateway.fleet import FleetView
+from readyplane_gateway.fleet import FleetView, RouterRefuses
 from readyplane_gateway.legs import Legs
 from readyplane_gateway.local_tokens import LocalTokens
 from readyplane_gateway.metrics import OTHER, Meters
@@ -34,6 +34,7 @@ REGISTRY_S_MAX = 5.0
 HEALTH_REMEMBERED_S = 1.0
 ROUTER_PING_S_MAX = 1.0
 WATCH_PAUSE_S_MAX = 2.0
+WATCH_REFUSED_S_MAX = 10.0  # then whoever refuses is taken at its word
 DRAIN_S_MAX = 5.0
 FLUSH_AT_END_S = 2.0
 LATER_S_MAX = 1.0
@@ -108,6 +109,7 @@ class Gateway:
             route_ahead=route_ahead,
             moves=moves,
         )
+        self.tell_why: Callable[[str], None] = lambda _: None  # it is not ready for ever
         self.requests: set[asyncio.Task[object]] = set()
         self.stopping = False
         self._known = asyncio.Event()
@@ -118,8 +120,12 @@ class Gateway:
     # ------------------------------------------------------------------ background
 
     async def watch_fleet(self) -> None:
-        """Follow the fleet for ever; a router that goes away is waited for."""
-        pause_s = 0.0
+        """Follow the fleet for ever; a router that goes away is waited for.
+
+        One that refuses to tell it (a pick port, a wrong token) is asked on, but after
+        `WATCH_REFUSED_S_MAX` requests are told so and not to come again.
+        """
+        pause_s, refused_s = 0.0, None
         while True:
             try:
                 async with aclosing(self._router.watch()) as fleets:  # type: ignore[type-var]
@@ -128,10 +134,23 @@ class Gateway:
                         self._known.set()
                         self.engines.keep_only(self.fleet.engine_urls())
                         pause_s = 0.0
-            except ReadyplaneError as error:
+            except Unavailable as error:
+                refused_s = None
                 log.warning("the fleet cannot be watched: %s", error)
+            except ReadyplaneError as error:
+                now_s = self.clock.monotonic_s()
+                refused_s = now_s if refused_s is None else refused_s
+                self._refused(str(error), now_s - refused_s)
             pause_s = min(WATCH_PAUSE_S_MAX, max(0.1, pause_s * 2))
             await self.clock.sleep(pause_s)
+
+    def _refused(self, why: str, for_s: float) -> None:
+        log.warning("the router refuses to tell the fleet: %s", why)
+        if for_s >= WATCH_REFUSED_S_MAX and not self.fleet.applied and not self.fleet.refused:
+            self.fleet.refused = why
+            error = RouterRefuses(why)
+            log.error("requests are refused for good: %s", error)
+            self.tell_why(str(error))
 
     async def fleet_known(self) -> None:
         """Return when the first snapshot of the fleet has been applied (B51)."""
@@ -178,6 +197,8 @@ class Gateway:
         if self.stopping:
             return "stopping"
         if not self.fleet.applied:
+            if self.fleet.refused:
+                return str(RouterRefuses(self.fleet.refused))
             return "the router has not sent the fleet yet"
         asked_s, why = self._healthy
         now_s = self.clock.monotonic_s()
