@@ -239,6 +239,23 @@ async def test_a_drain_is_bounded_by_its_deadline(tmp_path: Path) -> None:
         assert "deadline" in w.router.left[0]
 
 
+async def test_an_engine_that_hangs_holds_up_no_deadline_of_a_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life_module, "IDLE_ASKED_S_MAX", 0.1)
+    async with living(tmp_path) as w:
+        running = await ready(w)
+
+        async def hangs() -> bool:
+            await asyncio.Event().wait()
+            return True
+
+        monkeypatch.setattr(w.engine, "is_idle", hangs)
+        w.router.directives = [Directive("drain", 0.3, "scale down")]
+        assert await asyncio.wait_for(running, 5) is ExitCode.LEFT
+        assert "deadline" in w.router.left[0]
+
+
 async def test_a_drain_does_not_wait_for_a_router_that_is_gone(tmp_path: Path) -> None:
     async with living(tmp_path) as w:
         running = await ready(w)

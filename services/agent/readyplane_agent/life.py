@@ -49,6 +49,7 @@ log = logging.getLogger("agent")
 START_NEWS_S = 1.0
 DRAIN_NEWS_S = 0.5
 SERVE_TURN_S = 1.0
+IDLE_ASKED_S_MAX = 1.0
 STANDBY_NEWS_S = 0.5
 ENGINE_WATCH_S = 1.0
 LEAVE_LIMIT_S = 3.0
@@ -235,10 +236,18 @@ class Life:
                 wait.cancel()
         self._wake.clear()
 
+    async def _is_idle(self) -> bool:
+        """An engine that hangs is not known to be idle, and holds up no deadline of a drain."""
+        try:
+            async with asyncio.timeout(IDLE_ASKED_S_MAX):
+                return await self.engine.is_idle()
+        except TimeoutError:
+            return False
+
     async def _drain_step(self, now_s: float) -> None:
         leaves = self.state is State.DRAINING
         given = not leaves or not self.transfer.in_use  # who only flips goes on giving
-        if not self._drained and await self.engine.is_idle() and given:
+        if not self._drained and await self._is_idle() and given:
             self._drained = True
             log.info("drained: the engine holds nothing for anybody")
             self.session.poke()
