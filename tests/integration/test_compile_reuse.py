@@ -54,20 +54,23 @@ class World(Cluster):
             told[f"{what} {word.group(1)}"] = float(value)
         return told
 
-    def told(self, worker: Worker) -> list[str]:
+    def told(self, worker: Worker, what: str = "compiled code") -> list[str]:
         assert worker.progress is not None
         name = SegmentName.ARTIFACT_DISCOVERY
         details = [s.detail for s in worker.progress.segments if s.name is name]
-        return [d for d in details if d.startswith("compiled code")]
+        return [d for d in details if d.startswith(what)]
 
-    def compiling(self, worker: Worker) -> str:
+    def engine_says(self, worker: Worker, name: SegmentName) -> str:
         assert worker.progress is not None
-        (found,) = [s for s in worker.progress.segments if s.name is SegmentName.COMPILE]
+        (found,) = [s for s in worker.progress.segments if s.name is name]
         return found.detail
 
-    async def published(self, count: int) -> None:
+    def compiling(self, worker: Worker) -> str:
+        return self.engine_says(worker, SegmentName.COMPILE)
+
+    async def published(self, count: int, kind: str = "compile") -> None:
         async with asyncio.timeout(20):
-            while len(await self.registry.list_manifests(kind="compile")) < count:
+            while len(await self.registry.list_manifests(kind=kind)) < count:
                 await asyncio.sleep(0.05)
 
 
@@ -180,18 +183,26 @@ async def test_the_first_compiles_and_the_others_reuse_exactly_that(
         assert counted["d4"]["miss differs"] == 1
 
 
-async def test_a_spoilt_entry_of_the_node_is_fetched_again(tmp_path: Path, demo: DemoModel) -> None:
+async def test_a_kv_size_is_measured_once_and_again_beside_a_neighbour(
+    tmp_path: Path, demo: DemoModel
+) -> None:
     async with world_of(tmp_path, demo) as world:
-        await world.agent("d1", "decode")
-        await world.ready("d1")
-        await world.published(1)
-        kept = tmp_path / "cache-d1"
-        victim = min((kept / "compiled" / "entries").glob("*/files/*/kernel-*"))
-        victim.unlink()
-        await world.agent("d2", "decode", "--cache-dir", str(kept))
-        second = await whole(world, "d2")
-        assert world.told(second)[0].startswith("compiled code hit: registry")
-        assert world.compiling(second) == "cache=hit"
-        counted = await asyncio.to_thread(world.metrics, "d2", second)
-        assert counted == {"hit registry": 1, "refused incomplete": 1}
-        assert len(list((kept / "compiled" / "quarantine").iterdir())) == 1
+        device = f"--engine-arg=--device-bytes={4 * 2**30}"
+        await world.agent("k1", "decode", device)
+        first = await whole(world, "k1")
+        assert world.told(first, "KV size") == ["KV size to be measured: absent"]
+        assert world.engine_says(first, SegmentName.KV_PROFILE) == "measured"
+        await world.published(1, "kv_profile")
+        await world.agent("k2", "decode", device)
+        neighbour = f"--engine-arg=--device-taken-bytes={2**30}"
+        await world.agent("k3", "decode", device, neighbour)
+        second, third = await asyncio.gather(*(whole(world, name) for name in ("k2", "k3")))
+        assert first.serving is not None and second.serving is not None
+        assert third.serving is not None
+        blocks = first.serving.kv_total_blocks
+        assert second.serving.kv_total_blocks == blocks
+        assert world.engine_says(second, SegmentName.KV_PROFILE) == f"reused: {blocks} blocks"
+        (told,) = world.told(third, "KV size")
+        assert "fingerprint_mismatch" in told and "kv.co_tenant_bytes" in told
+        assert world.engine_says(third, SegmentName.KV_PROFILE) == "measured"
+        assert third.serving.kv_total_blocks < blocks

@@ -11,8 +11,6 @@ import asyncio
 import hashlib
 import http.client
 import logging
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,13 +28,11 @@ from readyplane.kit.clock import Clock
 from readyplane.ports import FetchPlan, Registry
 from readyplane_agent.arena import Arena
 from readyplane_agent.compile_archive import ARCHIVE, INDEX, LAYOUT, Index, pack
-from readyplane_agent.compile_cache import CompileCache, tag_of
-from readyplane_agent.compile_inspect import Inspector
+from readyplane_agent.compile_cache import tag_of
 from readyplane_agent.compile_store import CompileStore
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.loader import Loader
 from readyplane_agent.reading import Reader
-from readyplane_agent.settings import AgentSettings
 from readyplane_agent.trace import StartTrace
 
 log = logging.getLogger("agent.compile")
@@ -171,37 +167,6 @@ class CompileBytes:
             # What it points at was withdrawn: ours takes its place.
             await self._registry.set_tag(tag, digest, expected_digest=str(error.found))
         return "published", digest
-
-
-def compile_cache_of(
-    settings: AgentSettings,
-    folder: Path,
-    *,
-    registry: Registry,
-    clock: Clock,
-    incarnation: str,
-    upload: str,
-) -> CompileCache:
-    """The compiled code of one start, kept beside the node's weights in `folder`."""
-    store = CompileStore(
-        folder / "compiled",
-        bytes_max=settings.compile_bytes_max,
-        make_id=lambda: f"{settings.worker_id}-{secrets.token_hex(6)}",
-    )
-    return CompileCache(
-        store,
-        registry=registry,
-        clock=clock,
-        inspect=Inspector(settings.engine, os.environ).facts,
-        bytes_of=CompileBytes(
-            store,
-            registry=registry,
-            clock=clock,
-            reader=Reader(settings.worker_id, incarnation, settings.node),
-            upload=upload,
-            token=settings.token,
-        ),
-    )
 
 
 def manifest_of(archive: Path, index: Path, key: CompileKey, about: Manifest) -> Manifest:

@@ -568,4 +568,4 @@ class Life:
             lines.append(
                 f'readyplane_agent_source_faults_total{{{who},tier="{tier}",kind="{kind}"}} {count}'
             )
-        return "\n".join([*lines, *self.started.compile_metrics(who)]) + "\n"
+        return "\n".join([*lines, *self.started.reuse_metrics(who)]) + "\n"

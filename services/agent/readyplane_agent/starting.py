@@ -34,14 +34,14 @@ from readyplane.ports import FetchPlan, GateVerdict, GroupStatus, RankReport, Re
 from readyplane_agent import probes
 from readyplane_agent.arena import Arena, prefault
 from readyplane_agent.cache import WeightCache
-from readyplane_agent.compile_cache import CompileCache
-from readyplane_agent.compile_publish import compile_cache_of, upload_url
+from readyplane_agent.compile_publish import upload_url
 from readyplane_agent.engines.layout import arena_layout, tensor_table_document
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort, EngineSpec
 from readyplane_agent.lifecycle import Event
 from readyplane_agent.loader import Loader
 from readyplane_agent.reading import Reader
+from readyplane_agent.reuse import Reuse
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.source_use import Fetched
 from readyplane_agent.trace import StartTrace
@@ -72,13 +72,13 @@ class Started:
     arena: Arena | None = None
     fetched: Fetched | None = None
     serving: Serving | None = None
-    compiled: CompileCache | None = None
+    reuse: Reuse | None = None
     checks: tuple[CheckResult, ...] = ()
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    def compile_metrics(self, who: str) -> list[str]:
-        """Prometheus text about compiled code; `who` are the labels of this worker."""
-        return [] if self.compiled is None else self.compiled.metrics(who)
+    def reuse_metrics(self, who: str) -> list[str]:
+        """Prometheus text about what was taken over; `who` are the labels of this worker."""
+        return [] if self.reuse is None else self.reuse.metrics(who)
 
 
 class Start:
@@ -140,9 +140,10 @@ class Start:
         await self._prove()
         self._tell(Event.CANARY_PASSED)
         await self._join()
-        compiled, manifest = self._started.compiled, self._started.manifest
-        if compiled is not None and manifest is not None:
-            self._started.tasks.append(asyncio.create_task(compiled.keep(manifest)))
+        reuse, manifest = self._started.reuse, self._started.manifest
+        if reuse is not None and manifest is not None:
+            keeping = reuse.keep(self._engine, manifest)
+            self._started.tasks.append(asyncio.create_task(keeping))
 
     async def rejoin(self) -> None:
         """Prove and hand in everything again, under a lease that was granted anew."""
@@ -195,7 +196,7 @@ class Start:
             )
             spec = self._spec(manifest, arena)
         if self._cache is not None:
-            self._started.compiled = compile_cache_of(
+            self._started.reuse = Reuse(
                 self._s,
                 self._cache.folder,
                 registry=self._registry,
@@ -239,32 +240,28 @@ class Start:
     ) -> None:
         """Start the engine while the weights come in, as soon as its small files are there.
 
-        Compiled code is fetched meanwhile: an engine looks for it only once, when it starts.
+        What can be taken over is fetched meanwhile: an engine looks for it once, when it starts.
         """
         small = [entry.path for entry in manifest.files if entry.purpose != "weights"]
-        compiling = asyncio.create_task(self._compiled_code(manifest, spec))
+        reusing = asyncio.create_task(self._reused(manifest, spec))
         try:
             while not (loading.done() or all(arena.has(path) for path in small)):
                 await self._clock.sleep(SMALL_POLL_S)
-            await asyncio.wait({compiling, loading}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reusing, loading}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and loading.exception() is not None:
                 return
-            await compiling
+            spec = await reusing
         finally:
-            compiling.cancel()
-            await asyncio.wait({compiling})
+            reusing.cancel()
+            await asyncio.wait({reusing})
         for path in small:
             _write(self._s.work_dir / "files" / path, arena.view(path))
         await self._engine.start(spec)
         self._trace.follow_engine(self._engine.startup_segments)
 
-    async def _compiled_code(self, manifest: Manifest, spec: EngineSpec) -> None:
-        compiled = self._started.compiled
-        if compiled is not None:
-            with self._trace.span(SegmentName.ARTIFACT_DISCOVERY, "compiled code") as span:
-                outcome = await compiled.prepare(spec, manifest)
-                span.detail = f"compiled code: not used in mode {spec.mode}"
-                span.detail = span.detail if outcome is None else str(outcome)
+    async def _reused(self, manifest: Manifest, spec: EngineSpec) -> EngineSpec:
+        reuse = self._started.reuse
+        return spec if reuse is None else await reuse.prepare(spec, manifest, self._trace)
 
     async def _manifest(self) -> Manifest:
         if not self._s.manifest:
@@ -387,15 +384,15 @@ class Start:
         self._tell(Event.ENGINE_UP)
 
     async def _own_engine_up(self) -> None:
-        compiled = self._started.compiled
+        reuse = self._started.reuse
         try:
             await self._engine.wait_ready(stall_s=self._s.stall_s, limit_s=self._s.start_limit_s)
         except Unavailable:
-            if compiled is not None:
-                await compiled.failed()
+            if reuse is not None:
+                await reuse.failed()
             raise
-        if compiled is not None:
-            compiled.judge(self._engine.startup_segments())
+        if reuse is not None:
+            await reuse.judge(self._engine.startup_segments())
 
     def serving(self) -> Serving:
         """What the engine says, with what only the agent knows."""

@@ -1,0 +1,108 @@
+"""What a start takes over from earlier ones: compiled code and a measured KV size (R12, R16).
+
+Owns their wiring and the order of both in one start; `compile_cache` and `kv_reuse` decide. Handed
+to `starting`, which asks before the engine starts, tells what the engine made of it, and lets it
+keep what was new once the worker serves.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from readyplane.core.identity import Manifest
+from readyplane.core.startup import Segment, SegmentName
+from readyplane.kit.clock import Clock
+from readyplane.ports import Registry
+from readyplane_agent.compile_cache import CompileCache
+from readyplane_agent.compile_inspect import Inspector
+from readyplane_agent.compile_publish import CompileBytes
+from readyplane_agent.compile_store import CompileStore
+from readyplane_agent.engines.port import EngineSpec
+from readyplane_agent.kv_memory import MemoryProbe
+from readyplane_agent.kv_reuse import KvReuse
+from readyplane_agent.reading import Reader
+from readyplane_agent.settings import AgentSettings
+from readyplane_agent.trace import StartTrace
+
+
+class Reuse:
+    """One start's compiled code and KV size.
+
+    Args:
+        settings, incarnation: who starts. folder: the node's. registry, clock.
+        upload: where the registry takes bytes, see `compile_publish.upload_url`.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        folder: Path,
+        *,
+        registry: Registry,
+        clock: Clock,
+        incarnation: str,
+        upload: str,
+    ) -> None:
+        store = CompileStore(
+            folder / "compiled",
+            bytes_max=settings.compile_bytes_max,
+            make_id=lambda: f"{settings.worker_id}-{secrets.token_hex(6)}",
+        )
+        moves = CompileBytes(
+            store,
+            registry=registry,
+            clock=clock,
+            reader=Reader(settings.worker_id, incarnation, settings.node),
+            upload=upload,
+            token=settings.token,
+        )
+        self._compiled = CompileCache(
+            store,
+            registry=registry,
+            clock=clock,
+            inspect=Inspector(settings.engine, os.environ).facts,
+            bytes_of=moves,
+        )
+        self._kv = KvReuse(
+            registry=registry,
+            look=MemoryProbe(settings.engine, os.environ).look,
+            bytes_of=moves,
+        )
+
+    async def prepare(self, spec: EngineSpec, manifest: Manifest, trace: StartTrace) -> EngineSpec:
+        """The spec with what holds here; each look is a span with its outcome. Never raises for
+        what is not there.
+        """
+        with trace.span(SegmentName.ARTIFACT_DISCOVERY, "compiled code") as span:
+            outcome = await self._compiled.prepare(spec, manifest)
+            text = f"compiled code: none in mode {spec.mode}" if outcome is None else str(outcome)
+            span.detail = text
+        try:
+            key = await self._compiled.key_of(spec, manifest)
+        except OSError:  # said and counted above
+            return spec
+        with trace.span(SegmentName.ARTIFACT_DISCOVERY, "KV size") as span:
+            spec, span.detail = await self._kv.prepare(spec, manifest, key)
+        return spec
+
+    async def judge(self, segments: Sequence[Segment]) -> None:
+        """The engine is up: did it take what it was given?"""
+        self._compiled.judge(segments)
+        await self._kv.judge(segments)
+
+    async def failed(self) -> None:
+        """The engine did not come up: what it was given is nobody's any more."""
+        await self._kv.failed()
+        await self._compiled.failed()
+
+    async def keep(self, engine: object, manifest: Manifest) -> None:
+        """The worker serves: keep and publish what was new."""
+        await self._kv.keep(engine, manifest)
+        await self._compiled.keep(manifest)
+
+    def metrics(self, who: str) -> list[str]:
+        """Prometheus text; `who` are the labels of this worker."""
+        return [*self._compiled.metrics(who), *self._kv.metrics(who)]
