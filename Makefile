@@ -8,6 +8,7 @@ GEN := .venv-gen
 COMPOSE := .venv-compose
 DYNOSIM := .venv-dynosim
 PEERS := .venv-peers
+LOADER_PEERS := .venv-loader-peers
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 # Two quiet flags: the closing word is pip's errors, not its progress.
@@ -71,6 +72,10 @@ bench-decide: setup ## How long one choice of a pair takes, by the size of the f
 bench-transfer: setup ## Weights from agent to agent: against a plain stream, fanning out, beside serving (ARGS).
 	$(PY) -m bench.transfer $(ARGS)
 
+.PHONY: bench-registry
+bench-registry: setup ## The registry with 10,000 manifests, and killed while it is written to (ARGS="--kills 1000").
+	$(PY) -m bench.registry $(ARGS)
+
 # ---------------------------------------------------------------------- tests
 
 # The quick layers run side by side, then the ones that start real processes one after the other,
@@ -124,7 +129,7 @@ lock: ## Renew the lock files (needs uv on PATH).
 	@tools/lock.sh
 
 clean: ## Remove the environments, the caches and what was built.
-	rm -rf $(VENV) $(GEN) $(COMPOSE) $(DYNOSIM) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GEN) $(COMPOSE) $(DYNOSIM) $(PEERS) $(LOADER_PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ------------------------------------------------------------------- validity
@@ -164,3 +169,16 @@ bench-router: setup $(PEERS)/stamp ## The router beside its peers: what picking 
 .PHONY: bench-gateway
 bench-gateway: setup $(PEERS)/stamp ## What the gateway adds to a request, beside vllm-router (ARGS).
 	$(PY) -m bench.gateway $(ARGS)
+
+# ---------------------------------------------------------------------- loader
+
+# Other loaders, and the PyTorch they need (without a CPU build at hand, a download of some GB).
+$(LOADER_PEERS)/stamp: tools/requirements-loader-peers.txt
+	@python="$$(tools/find-python.sh)"; \
+	test -x $(LOADER_PEERS)/bin/python || "$$python" -m venv $(LOADER_PEERS)
+	@if $(LOADER_PEERS)/bin/pip install $(PIP_FLAGS) -r $<; then touch $@; \
+	else echo "setup: the other loaders could not be had; the comparison with them is left out" >&2; fi
+
+.PHONY: bench-loader
+bench-loader: setup $(LOADER_PEERS)/stamp ## The agent's loader beside raw reads and other loaders, on 2.2 GB (ARGS="--shards 2").
+	$(PY) -m bench.loader $(ARGS)

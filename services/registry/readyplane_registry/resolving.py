@@ -7,13 +7,16 @@ among candidates is `catalog`'s, the verdict on signatures `core.trust`'s. Hande
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from readyplane.core.errors import IdentityMismatch, InvalidField, NotFound, Refused
 from readyplane.core.identity import Manifest
 from readyplane.core.resolution import (
     CANDIDATES_MAX,
     CANDIDATES_SHOWN_MAX,
+    Candidate,
     Resolution,
     withdrawn_tag,
 )
@@ -25,7 +28,8 @@ from readyplane_registry.fetching import Tally
 from readyplane_registry.store import CatalogStore
 
 log = logging.getLogger(__name__)
-PAGE = 32
+PAGE_FIRST, PAGE = 4, 128
+OUTLINES_MAX = 20_000
 CONSIDERED_MAX = 1000
 UNTRUSTED_TRIED_MAX = 64
 REASONS_MAX = 5
@@ -50,6 +54,7 @@ class Resolving:
     ) -> None:
         self._store, self._manifest_of, self._clock = store, manifest_of, clock
         self._trust, self._tally = trust, tally
+        self._outlines: OrderedDict[str, Manifest] = OrderedDict()
 
     async def resolve(self, reference: str, *, kind: str, need: Mapping[str, str]) -> Manifest:
         """See `readyplane.ports.Registry.resolve`."""
@@ -94,45 +99,64 @@ class Resolving:
         reference = catalog.check_reference(reference)
         wanted = {**need, "kind": kind}
         if catalog.is_digest(reference):
-            candidates = [await self._manifest_of(reference)]
+            manifest = await self._manifest_of(reference)
             if (await self._store.trail(reference)).retired:
                 remedy = "ask for another one, or publish its bytes again"
                 raise Refused(f"{kind} {reference}", ["it is retired"], remedy)
-            return await self._trusted(reference, candidates, wanted, candidates_max)
+            return await self._trusted(reference, manifest, wanted, candidates_max)
         tag = await self._store.get_tag(reference)
         if tag is not None:
             if not await self._not_withdrawn([tag.digest]):
                 raise NotFound(f"{kind} of", reference, "it was withdrawn; publish another")
-            candidates = [await self._manifest_of(tag.digest)]
-            return await self._trusted(reference, candidates, wanted, candidates_max)
+            manifest = await self._manifest_of(tag.digest)
+            return await self._trusted(reference, manifest, wanted, candidates_max)
         return await self._of_model(reference, kind, wanted, candidates_max)
 
     async def _of_model(
         self, model: str, kind: str, wanted: dict[str, str], candidates_max: int
     ) -> Resolution:
         """The newest of a model that meets the need; page by page, since it is mostly the first."""
-        candidates: list[Manifest] = []
-        before = named = refused = 0
-        while named < CONSIDERED_MAX and refused < UNTRUSTED_TRIED_MAX:
+        misses: list[tuple[int, int, Candidate]] = []
+        refused: list[str] = []
+        before, named, page_size = 0, 0, PAGE_FIRST
+        while named < CONSIDERED_MAX and len(refused) < UNTRUSTED_TRIED_MAX:
             page = await self._store.list_manifests(
-                model=model, kind=kind, limit=PAGE, before=before
+                model=model, kind=kind, limit=page_size, before=before
             )
             named += len(page)
             for digest in await self._not_withdrawn([record.digest for record in page]):
-                candidates.append(await self._manifest_of(digest))
-                if not catalog.differing(candidates[-1], wanted):
-                    verdict = await self.judge(candidates[-1])
-                    if verdict.allowed:
-                        return Resolution(candidates[-1])
-                    refused += 1
-            if len(page) < PAGE:
+                fields = catalog.differing(await self._outline(digest), wanted)
+                if fields:
+                    misses.append((len(fields), len(misses), Candidate(digest, fields)))
+                    continue
+                manifest = await self._manifest_of(digest)
+                verdict = await self.judge(manifest)
+                if verdict.allowed:
+                    return Resolution(manifest)
+                refused.append(verdict.reason)
+            if len(page) < page_size:
                 break
-            before = page[-1].sequence
+            before, page_size = page[-1].sequence, PAGE
         if not named:
             await self._say_unknown(model, kind)
-        if not candidates:
+        if refused:
+            raise _untrusted(model, refused)
+        if not misses:
             raise NotFound(f"{kind} of", model, "it was withdrawn; publish another")
-        return await self._trusted(model, candidates, wanted, candidates_max)
+        nearest = sorted(misses, key=lambda miss: miss[:2])[:candidates_max]
+        shown = tuple(candidate for _count, _place, candidate in nearest)
+        return Resolution(None, shown, len(misses) - len(shown))
+
+    async def _outline(self, digest: str) -> Manifest:
+        """A manifest without what no need asks for, kept: a need is compared with many of them."""
+        held = self._outlines.get(digest)
+        if held is None:
+            whole = await self._manifest_of(digest)
+            files = tuple(entry for entry in whole.files if entry.purpose == "tokenizer")
+            held = self._outlines[digest] = replace(whole, files=files, tensors=(), canary=None)
+            if len(self._outlines) > OUTLINES_MAX:
+                self._outlines.popitem(last=False)
+        return held
 
     async def _not_withdrawn(self, digests: list[str]) -> list[str]:
         """Without those that a tag says of that nobody may resolve to them any more."""
@@ -149,29 +173,19 @@ class Resolving:
     # ----------------------------------------------------------------------------------- trust
 
     async def _trusted(
-        self, reference: str, candidates: list[Manifest], wanted: dict[str, str], most: int
+        self, reference: str, manifest: Manifest, wanted: dict[str, str], most: int
     ) -> Resolution:
-        """The first that meets the need and is trusted; a refusal names the keys expected.
+        """The one that a digest or tag names, if it meets the need and is trusted.
 
         Raises:
-            Refused: some meet the need, and none of them is signed as the policy asks.
+            Refused: it is not signed as the policy asks; names the keys expected.
         """
-        refused: list[str] = []
-        left = list(candidates)
-        choice = Resolution(None)
-        while len(refused) < UNTRUSTED_TRIED_MAX:
-            choice = catalog.choose(left, need=wanted, shown_max=most)
-            if choice.manifest is None:
-                break
-            verdict = await self.judge(choice.manifest)
-            if verdict.allowed:
-                return choice
-            refused.append(verdict.reason)
-            left.remove(choice.manifest)
-        if not refused:
-            return choice
-        remedy = "sign it: `readyplane artifact sign REF --key FILE`, or trust another key"
-        raise Refused(f"trust in {reference!r}", refused[:REASONS_MAX], remedy)
+        choice = catalog.choose([manifest], need=wanted, shown_max=most)
+        if choice.manifest is not None:
+            verdict = await self.judge(manifest)
+            if not verdict.allowed:
+                raise _untrusted(reference, [verdict.reason])
+        return choice
 
     async def judge(self, manifest: Manifest) -> TrustVerdict:
         """Whether a manifest may be loaded, by its signatures; what is not trusted is told."""
@@ -192,3 +206,8 @@ class Resolving:
             self._tally.count("untrusted", mode=str(mode))
             log.warning("not trusted", extra={"digest": digest, "why": verdict.reason})
         return verdict
+
+
+def _untrusted(reference: str, reasons: Sequence[str]) -> Refused:
+    remedy = "sign it: `readyplane artifact sign REF --key FILE`, or trust another key"
+    return Refused(f"trust in {reference!r}", list(reasons[:REASONS_MAX]), remedy)
