@@ -30,6 +30,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
+from bench.transfer_serving import Seen, served, window
 from readyplane.core.identity import (
     ArtifactKind,
     FileEntry,
@@ -126,13 +127,20 @@ class Child:
 
 @asynccontextmanager
 async def child(
-    kind: str, name: str, folder: Path, address: str, *, rate: float = 0.0, readers: int = 2
+    kind: str,
+    name: str,
+    folder: Path,
+    address: str,
+    *,
+    rate: float = 0.0,
+    readers: int = 2,
+    engine_url: str = "",
 ) -> AsyncIterator[Child]:
     """A child that ends with the block."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.transfer_sides", kind),
         *("--name", name, "--folder", str(folder), "--registry", address),
-        *("--rate", str(rate), "--readers", str(readers)),
+        *("--rate", str(rate), "--readers", str(readers), "--engine-url", engine_url),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=2**20,
@@ -206,6 +214,49 @@ async def fan_out(
         return float(ended_s - begun_s)
 
 
+async def beside_serving(
+    folder: Path, *, size_bytes: int, rate: float, windows: int, window_s: float
+) -> float:
+    """The worse of TPOT and KV-transfer P99 of a source, with a push over without."""
+    manifest = make_artifact(folder, size_bytes=size_bytes, chunk_bytes=2**20)
+    arms = {"without": Seen(), "push": Seen()}
+    async with (
+        served(folder) as (load, decode),
+        registry(manifest) as address,
+        child("source", "s0", folder, address, rate=rate, engine_url=decode.url) as source,
+        child("puller", "r0", folder, address) as puller,
+    ):
+        await source.answer()
+        await puller.answer()
+        for number in range(2 * windows):
+            # A push comes first as often as last, so that a drift of the machine counts for neither.
+            arm = ("push", "without", "without", "push")[number % 4]
+            source.tell("?")
+            before = await source.answer()
+            if arm == "push":
+                puller.tell("on")
+            await window(load, decode, arms[arm], window_s)
+            source.tell("?")
+            after = await source.answer()
+            arms[arm].pushed_bytes += after["served"] - before["served"]
+            if arm == "push":
+                puller.tell("off")
+                await puller.answer()
+                rate = "no bound" if after["rate"] is None else f"{after['rate'] / 1e6:.0f} MB/s"
+                print(f"  window {number}: pace at its end {rate}, {after['why']}")
+    for arm, seen in arms.items():
+        print(
+            f"  {arm}: TPOT {seen.tpot_s * 1e3:.2f} ms, KV transfer P50 "
+            f"{seen.kv_quantile_s(0.5) * 1e3:.2f} and P99 {seen.kv_quantile_s(0.99) * 1e3:.2f} ms "
+            f"of {len(seen.kv_s)}, {seen.pushed_bytes / seen.seconds / 1e6:.1f} MB/s given"
+        )
+    push, without = arms["push"], arms["without"]
+    tpot = push.tpot_s / without.tpot_s
+    kv = push.kv_quantile_s(0.99) / without.kv_quantile_s(0.99)
+    print(f"  push over without: TPOT {tpot:.3f}, KV transfer P99 {kv:.3f}")
+    return max(tpot, kv)
+
+
 async def measure(options: argparse.Namespace) -> dict[str, float]:
     """All figures that were asked for."""
     found = dict.fromkeys(("tcp_ratio", "fanout_ratio", "interference_ratio"), math.nan)
@@ -229,6 +280,15 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
                 )
             print(f"  {count} starters: {took[-1]:.2f} s at {options.rate_mb_per_s:g} MB/s each")
         found["fanout_ratio"] = took[1] / took[0]
+    if "serving" in options.only:
+        with tempfile.TemporaryDirectory(dir=where) as folder:
+            found["interference_ratio"] = await beside_serving(
+                Path(folder),
+                size_bytes=256 * 2**20,
+                rate=options.push_mb_per_s * 1e6,
+                windows=options.windows,
+                window_s=options.window_s,
+            )
     return found
 
 
@@ -242,6 +302,9 @@ def main() -> None:
     parser.add_argument("--rate-mb-per-s", type=float, default=8.0, help="every agent's egress")
     parser.add_argument("--starters", type=int, default=8)
     parser.add_argument("--readers", type=int, default=2, help="readers' places of each agent")
+    parser.add_argument("--push-mb-per-s", type=float, default=100.0, help="most beside serving")
+    parser.add_argument("--windows", type=int, default=8, help="with a push, and as many without")
+    parser.add_argument("--window-s", type=float, default=3.0)
     found = asyncio.run(measure(parser.parse_args()))
     print("bench-transfer " + " ".join(f"{name}={value:.3f}" for name, value in found.items()))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import socket
 import sys
@@ -22,7 +23,9 @@ from readyplane.core.identity import Manifest, chunk_hash
 from readyplane.core.worker import Role
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.arena import Arena, prefault
+from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.giving import Giving
+from readyplane_agent.interference import Watch
 from readyplane_agent.loader import Loader
 from readyplane_agent.reading import Reader
 from readyplane_agent.settings import AgentSettings
@@ -190,12 +193,36 @@ async def source(options: argparse.Namespace, manifest: Manifest) -> None:
     """Hold everything and give it, until standard input ends."""
     arena = filled(manifest, Path(options.folder))
     agent = Agent(options.name, options, manifest)
-    keeping = await agent.give(arena)
+    keeping = [await agent.give(arena)]
+    if options.engine_url:
+        engine = OpenAiEngine(options.engine_url, model="")
+        watch = Watch(engine.serving_times, agent.server, CLOCK)
+        keeping.append(asyncio.create_task(watch.keep()))
     big = max(manifest.files, key=lambda f: f.size_bytes).path
     say(plain=plain_server(arena, big), big=big)
-    await read_line()
-    keeping.cancel()
+    while await read_line():
+        pace = agent.server.pace
+        rate = None if math.isinf(pace.bytes_per_s) else pace.bytes_per_s
+        say(served=agent.server.bytes_served, rate=rate, why=pace.why)
+    for task in keeping:
+        task.cancel()
     await agent.server.stop()
+
+
+async def puller(options: argparse.Namespace, manifest: Manifest) -> None:
+    """Load again and again between `on` and `off`."""
+    say(ready=True)
+    while await read_line() == "on":
+        off = asyncio.create_task(read_line())
+        while not off.done():
+            arena = Arena(manifest)
+            loading = asyncio.create_task(Agent(options.name, options, manifest).load(arena))
+            await asyncio.wait({loading, off}, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                loading.cancel()
+                await asyncio.wait({loading})
+            arena.close()
+        say(off=True)
 
 
 async def starter(options: argparse.Namespace, manifest: Manifest) -> None:
@@ -237,20 +264,23 @@ async def versus(options: argparse.Namespace, manifest: Manifest) -> None:
         say(**result)
 
 
+KINDS = {"source": source, "starter": starter, "versus": versus, "puller": puller}
+
+
 def main() -> None:
     """One child."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=["source", "starter", "versus"])
+    parser.add_argument("kind", choices=list(KINDS))
     parser.add_argument("--name", required=True)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--registry", required=True)
     parser.add_argument("--rate", type=float, default=0.0)
+    parser.add_argument("--engine-url", default="", help="of the engine that is served beside")
     parser.add_argument("--readers", type=int, default=2)
     options = parser.parse_args()
     document = json.loads((Path(options.folder) / "manifest.json").read_text())
     manifest = Manifest.from_document(document)
-    work = {"source": source, "starter": starter, "versus": versus}[options.kind]
-    asyncio.run(work(options, manifest))
+    asyncio.run(KINDS[options.kind](options, manifest))
 
 
 if __name__ == "__main__":

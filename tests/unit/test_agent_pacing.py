@@ -22,7 +22,12 @@ from readyplane_agent.pacing import (
 )
 
 MB = 1e6
-POLICY = PacingPolicy(ceiling_bytes_per_s=100 * MB, tpot_target_s=0.050, ttft_target_s=2.0)
+POLICY = PacingPolicy(
+    ceiling_bytes_per_s=100 * MB,
+    first_bytes_per_s=math.inf,
+    tpot_target_s=0.050,
+    ttft_target_s=2.0,
+)
 CALM, NEAR, BETWEEN = Foreground(tpot_s=0.02), Foreground(tpot_s=0.049), Foreground(tpot_s=0.0445)
 
 
@@ -57,7 +62,7 @@ def test_growth_waits_for_calm_windows_in_a_row() -> None:
     assert after(pace, CALM, begun_s=0.5).bytes_per_s == 50 * MB
     mixed = after(after(pace, CALM, begun_s=0.5), BETWEEN, begun_s=1.0)
     assert after(mixed, CALM, begun_s=1.5).bytes_per_s == 50 * MB
-    assert after(pace, CALM, begun_s=0.5, turns=2).bytes_per_s == 75 * MB
+    assert after(pace, CALM, begun_s=0.5, turns=2).bytes_per_s == 70 * MB
 
 
 def test_a_pause_is_bounded_below_and_doubles_when_it_comes_again_soon() -> None:
@@ -133,16 +138,59 @@ def test_it_suffers_without_us() -> None:
 
 
 def test_unbounded_until_something_suffers() -> None:
-    policy = PacingPolicy(tpot_target_s=0.05)
+    policy = PacingPolicy(tpot_target_s=0.05, first_bytes_per_s=math.inf)
     pace = begin(policy, now_s=0.0)
     assert spend(pace, 10**12, policy, now_s=0.0) == (pace, 0.0)
     cut = observe(pace, NEAR, policy, given_bytes_per_s=800 * MB, now_s=0.5)
     assert cut.bytes_per_s == 400 * MB
-    assert math.isinf(after(cut, CALM, policy=policy, begun_s=0.5, turns=40).bytes_per_s)
+    # 200 MB/s go out in these windows, so no more than twice as much has been shown to harm nobody.
+    assert 200 * MB < after(cut, CALM, policy=policy, begun_s=0.5, turns=160).bytes_per_s < 600 * MB
+
+
+def test_a_push_begins_slowly_where_somebody_is_served() -> None:
+    policy = PacingPolicy(tpot_target_s=0.05)
+    pace = observe(begin(policy, now_s=0.0), CALM, policy, given_bytes_per_s=0.0, now_s=2.0)
+    assert pace.bytes_per_s == policy.first_bytes_per_s
+    idle = Foreground(idle=True)
+    for turn in range(60):
+        pace = observe(pace, idle, policy, given_bytes_per_s=0.0, now_s=3.0 + turn)
+    assert math.isinf(pace.bytes_per_s)
+    pace = observe(pace, CALM, policy, given_bytes_per_s=900 * MB, now_s=70.0)
+    assert pace.bytes_per_s == policy.first_bytes_per_s
+
+
+def test_what_is_no_longer_told_is_not_taken_for_calm() -> None:
+    pace = observe(
+        begin(PacingPolicy(), now_s=0.0), CALM, PacingPolicy(), given_bytes_per_s=0.0, now_s=1.0
+    )
+    silent = after(pace, Foreground(), policy=PacingPolicy(), begun_s=1.0, turns=50)
+    assert silent.bytes_per_s == pace.bytes_per_s
+
+
+def test_the_rate_that_hurt_is_approached_slowly_and_forgotten_in_the_end() -> None:
+    pace = after(begin(POLICY, now_s=0.0), NEAR, begun_s=0.0)
+    assert pace.hurt_bytes_per_s == 100 * MB
+    pace = after(pace, CALM, begun_s=0.5, turns=10)
+    assert 70 * MB < pace.bytes_per_s < 85 * MB
+    assert after(pace, CALM, begun_s=60.0, turns=2).bytes_per_s == 100 * MB
+
+
+def test_what_scatters_by_itself_is_no_sign() -> None:
+    policy = replace(POLICY, tpot_target_s=0.0)
+    calm = noisy = begin(policy, now_s=0.0)
+    for turn in range(20):
+        at_s = 0.5 * turn
+        wave = 0.02 * (1.1 if turn % 2 else 0.9)
+        noisy = observe(noisy, Foreground(tpot_s=wave), policy, given_bytes_per_s=0.0, now_s=at_s)
+        calm = observe(calm, CALM, policy, given_bytes_per_s=0.0, now_s=at_s)
+    slower = Foreground(tpot_s=0.022)
+    assert after(calm, slower, policy=policy, begun_s=10.0).bytes_per_s == 50 * MB
+    assert after(noisy, slower, policy=policy, begun_s=10.0).bytes_per_s == 100 * MB
+    assert after(noisy, Foreground(tpot_s=0.03), policy=policy, begun_s=10.0).bytes_per_s == 50 * MB
 
 
 times = st.sampled_from([None, 0.01, 0.0424, 0.0426, 0.0474, 0.0476, 0.2])
-seen = st.builds(Foreground, ttft_s=times, tpot_s=times, kv_s_per_byte=times)
+seen = st.builds(Foreground, ttft_s=times, tpot_s=times, kv_s_per_byte=times, idle=st.booleans())
 policies = st.builds(
     PacingPolicy,
     ceiling_bytes_per_s=st.sampled_from([1e5, 8e6, 1e9, math.inf]),
@@ -184,12 +232,12 @@ def test_pressure_ends_in_a_pause_and_calm_in_the_ceiling(
         )
     assert pressed.paused_s is not None
     calm = pressed
-    for turn in range(90):
+    for turn in range(300):
         out = min(calm.bytes_per_s, 1e9)
         calm = observe(
             calm, Foreground(tpot_s=0.01), policy, given_bytes_per_s=out, now_s=now_s + 6 + turn / 2
         )
-    assert calm.bytes_per_s == policy.ceiling_bytes_per_s
+    assert calm.bytes_per_s >= min(policy.ceiling_bytes_per_s, 1e9)
 
 
 @given(

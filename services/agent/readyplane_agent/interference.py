@@ -16,6 +16,7 @@ from readyplane_agent.transfer import TransferServer
 WATCH_EVERY_S = 0.5
 # With nobody reading, only the baseline is kept fresh.
 IDLE_EVERY_S = 2.0
+LOOK_EVERY_S = 0.1
 
 
 class Watch:
@@ -35,13 +36,21 @@ class Watch:
 
     async def keep(self) -> None:
         """Watch for as long as the worker serves."""
+        self._transfer.serve()
         before, at_s = await self._ask(), self._clock.monotonic_s()
         given = self._transfer.bytes_served
         while True:
-            busy = self._transfer.in_use
-            await self._clock.sleep(WATCH_EVERY_S if busy else IDLE_EVERY_S)
+            await self._turn()
             after, now_s = await self._ask(), self._clock.monotonic_s()
             served = self._transfer.bytes_served
             rate = (served - given) / max(1e-3, now_s - at_s)
             self._transfer.observe(between(before, after), given_bytes_per_s=rate)
             before, at_s, given = after, now_s, served
+
+    async def _turn(self) -> None:
+        """Wait for the end of a window; the first reader ends one in which there was none."""
+        until_s = self._clock.monotonic_s() + IDLE_EVERY_S
+        while not self._transfer.in_use and self._clock.monotonic_s() < until_s:
+            await self._clock.sleep(LOOK_EVERY_S)
+        if self._transfer.in_use:
+            await self._clock.sleep(WATCH_EVERY_S)

@@ -11,7 +11,11 @@ What counts as suffering, each as a share of where it must not get to (`Foregrou
 - seconds per byte of the link's KV transfers against their own baseline.
 
 A baseline is learnt only while no weights go out, so a push cannot become its own excuse; and while
-paused it is learnt anew, so that a worker which has simply become busier resumes.
+paused it is learnt anew, so that a worker which has simply become busier resumes. How far it scatters
+is learnt with it: what scatters by itself is no sign.
+
+A push begins slowly where somebody is served, and the rate that hurt last is approached only slowly
+for a while: else each probing would cost the foreground what the pace is there to spare it.
 """
 
 from __future__ import annotations
@@ -38,11 +42,20 @@ class ServingTimes:
 
 @dataclass(frozen=True, slots=True)
 class Foreground:
-    """How requests fared in one window; None where nothing was seen, which is never zero."""
+    """How requests fared in one window; None where nothing was seen, which is never zero.
+
+    `idle` says that the engine was asked and has served nobody.
+    """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     kv_s_per_byte: float | None = None
+    idle: bool = False
+
+    @property
+    def serving(self) -> bool:
+        """Whether somebody was seen being served."""
+        return (self.ttft_s, self.tpot_s, self.kv_s_per_byte) != (None, None, None)
 
 
 def between(before: ServingTimes, after: ServingTimes) -> Foreground:
@@ -51,7 +64,13 @@ def between(before: ServingTimes, after: ServingTimes) -> Foreground:
         _mean(before.ttft_sum_s, after.ttft_sum_s, before.ttft_count, after.ttft_count),
         _mean(before.tpot_sum_s, after.tpot_sum_s, before.tpot_count, after.tpot_count),
         _mean(before.kv_sum_s, after.kv_sum_s, before.kv_bytes_sum, after.kv_bytes_sum),
+        idle=_unchanged(before, after),
     )
+
+
+def _unchanged(before: ServingTimes, after: ServingTimes) -> bool:
+    known = (before.ttft_count, before.tpot_count)
+    return None not in known and known == (after.ttft_count, after.tpot_count)
 
 
 def _mean(
@@ -70,11 +89,15 @@ class PacingPolicy:
     Attributes:
         ceiling_bytes_per_s: most that may ever leave; infinite for no bound.
         floor_bytes_per_s: less than this is not worth a connection: paused instead.
+        first_bytes_per_s: where a push begins while somebody is served.
         ttft_target_s, tpot_target_s: what requests are promised; 0 where nothing is.
         near: a share of a target from which on the rate is cut. calm: below it the rate may grow;
             between the two it stays, so that it does not swing.
-        slowed, steady: the same for a time against its own baseline.
+        slowed, steady: the same for a time against its own baseline; `scatter` times its usual
+            scatter is added to both.
         cut, grow: factors a sample. calm_samples: calm windows in a row before the rate grows.
+        shy: share of the rate that hurt last beyond which it grows by `creep` a sample only, for
+            remember_s.
         pause_s: shortest pause; doubles with every pause that soon follows another, up to
         pause_max_s. elsewhere_s: paused for longer, readers are told to read elsewhere.
         weight: share of a new sample in a baseline.
@@ -83,6 +106,7 @@ class PacingPolicy:
 
     ceiling_bytes_per_s: float = math.inf
     floor_bytes_per_s: float = 4.0 * 2**20
+    first_bytes_per_s: float = 32.0 * 2**20
     ttft_target_s: float = 0.0
     tpot_target_s: float = 0.0
     near: float = 0.95
@@ -92,6 +116,10 @@ class PacingPolicy:
     cut: float = 0.5
     grow: float = 1.5
     calm_samples: int = 2
+    scatter: float = 2.0
+    shy: float = 0.7
+    creep: float = 1.02
+    remember_s: float = 60.0
     pause_s: float = 1.0
     pause_max_s: float = 8.0
     elsewhere_s: float = 5.0
@@ -114,7 +142,9 @@ class Pace:
         bucket_bytes, filled_s: bytes that may go (negative: promised already) as of when.
         paused_s: since when it is paused, None while it is not. pause_for_s: for how long.
         resumed_s: when the last pause ended. calm_samples: calm windows in a row.
-        tpot_s, kv_s_per_byte: baselines, None before any.
+        tpot_s, kv_s_per_byte: baselines, None before any; tpot_scatter, kv_scatter: how far they
+            scatter, as a share. serving: somebody was served in the last window that showed it.
+        hurt_bytes_per_s, hurt_s: the rate that hurt last, and when; None before any.
     """
 
     bytes_per_s: float
@@ -126,12 +156,23 @@ class Pace:
     calm_samples: int = 0
     tpot_s: float | None = None
     kv_s_per_byte: float | None = None
+    tpot_scatter: float = 0.0
+    kv_scatter: float = 0.0
+    serving: bool = False
+    hurt_bytes_per_s: float | None = None
+    hurt_s: float = 0.0
     why: str = "nothing suffers"
 
 
 def begin(policy: PacingPolicy, *, now_s: float) -> Pace:
     """A pace before any sample: the ceiling, since nothing is known to suffer."""
     return Pace(policy.ceiling_bytes_per_s, now_s, bucket_bytes=policy.burst_bytes)
+
+
+def serve(pace: Pace, policy: PacingPolicy) -> Pace:
+    """The worker begins to serve: until a sample says otherwise somebody is taken to be served."""
+    first = max(policy.floor, policy.first_bytes_per_s)
+    return replace(pace, serving=True, bytes_per_s=min(pace.bytes_per_s, first), calm_samples=0)
 
 
 def observe(
@@ -147,7 +188,7 @@ def observe(
     Args:
         given_bytes_per_s: what really went out in the window; 0 makes it a sample of the baseline.
     """
-    pace = _filled(pace, policy, now_s)
+    pace = _begun(_filled(pace, policy, now_s), seen, policy, given_bytes_per_s)
     pressures = tuple(_pressures(pace, seen, policy))
     if given_bytes_per_s <= 0:
         pace = _learnt(pace, seen, policy)
@@ -158,17 +199,39 @@ def observe(
         if given_bytes_per_s <= 0:
             # It suffers although nothing goes out: no rate of ours would help, but none is added.
             return replace(pace, calm_samples=0, why=worst.why)
-        base = min(pace.bytes_per_s, given_bytes_per_s)
-        return _slower(pace, base * policy.cut, worst, policy, now_s)
+        hurt = min(pace.bytes_per_s, given_bytes_per_s)
+        pace = replace(pace, hurt_bytes_per_s=hurt, hurt_s=now_s)
+        return _slower(pace, hurt * policy.cut, worst, policy, now_s)
     if worst.level > 0.0:
         return replace(pace, calm_samples=0)
     calm = pace.calm_samples + 1
-    if calm < policy.calm_samples or pace.bytes_per_s >= policy.ceiling_bytes_per_s:
+    # What was not used has shown nothing: the rate grows behind what really goes out.
+    shown = given_bytes_per_s >= pace.bytes_per_s / 2 if pace.serving else True
+    full = pace.bytes_per_s >= policy.ceiling_bytes_per_s
+    unknown = pace.serving and not seen.serving
+    if calm < policy.calm_samples or full or unknown or not shown:
         return replace(pace, calm_samples=calm)
-    rate = min(policy.ceiling_bytes_per_s, pace.bytes_per_s * policy.grow)
+    rate = min(policy.ceiling_bytes_per_s, _grown(pace, policy, now_s))
     return replace(
         pace, calm_samples=calm, bytes_per_s=rate if rate < 1e13 else math.inf, why=worst.why
     )
+
+
+def _begun(pace: Pace, seen: Foreground, policy: PacingPolicy, given_bytes_per_s: float) -> Pace:
+    """Begin slowly as soon as somebody is served, and again with every push."""
+    if not seen.serving:
+        return replace(pace, serving=False) if seen.idle else pace
+    if pace.serving and given_bytes_per_s > 0:
+        return pace
+    return serve(pace, policy)
+
+
+def _grown(pace: Pace, policy: PacingPolicy, now_s: float) -> float:
+    rate, hurt = pace.bytes_per_s, pace.hurt_bytes_per_s
+    grown = rate * policy.grow
+    if hurt is None or now_s - pace.hurt_s > policy.remember_s:
+        return grown
+    return max(rate * policy.creep, min(grown, hurt * policy.shy))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +250,14 @@ def _pressures(pace: Pace, seen: Foreground, policy: PacingPolicy) -> Iterable[P
         if value is not None and target > 0:
             level = _level(value / target, policy.calm, policy.near)
             yield Pressure(level, f"{name} {value * 1e3:.1f} ms of {target * 1e3:.1f} ms promised")
-    for name, value, baseline in (
-        ("time per output token", seen.tpot_s if policy.tpot_target_s <= 0 else None, pace.tpot_s),
-        ("KV transfer time", seen.kv_s_per_byte, pace.kv_s_per_byte),
+    untold = policy.tpot_target_s <= 0
+    for name, value, baseline, scatter in (
+        ("time per output token", seen.tpot_s if untold else None, pace.tpot_s, pace.tpot_scatter),
+        ("KV transfer time", seen.kv_s_per_byte, pace.kv_s_per_byte, pace.kv_scatter),
     ):
         if value is not None and baseline:
-            level = _level(value / baseline, policy.steady, policy.slowed)
+            usual = policy.scatter * scatter
+            level = _level(value / baseline, policy.steady + usual, policy.slowed + usual)
             yield Pressure(level, f"{name} is {value / baseline:.2f} of what it is without")
 
 
@@ -218,7 +283,18 @@ def _learnt(pace: Pace, seen: Foreground, policy: PacingPolicy) -> Pace:
         pace,
         tpot_s=_mixed(pace.tpot_s, seen.tpot_s, policy.weight),
         kv_s_per_byte=_mixed(pace.kv_s_per_byte, seen.kv_s_per_byte, policy.weight),
+        tpot_scatter=_scattered(pace.tpot_scatter, pace.tpot_s, seen.tpot_s, policy.weight),
+        kv_scatter=_scattered(
+            pace.kv_scatter, pace.kv_s_per_byte, seen.kv_s_per_byte, policy.weight
+        ),
     )
+
+
+def _scattered(known: float, baseline: float | None, sample: float | None, weight: float) -> float:
+    """Mean distance of samples from their baseline, as a share of it; 1 at most."""
+    if sample is None or not baseline:
+        return known
+    return known + weight * (min(1.0, abs(sample - baseline) / baseline) - known)
 
 
 def _mixed(known: float | None, sample: float | None, weight: float) -> float | None:

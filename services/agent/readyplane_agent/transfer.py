@@ -128,6 +128,10 @@ class TransferServer:
             self._offering.close()
         self._offering = Offering(arena, incarnation=self._incarnation)
 
+    def serve(self) -> None:
+        """Requests are served here from now on: weights leave slowly until it is seen what it does."""
+        self.pace = pacing.serve(self.pace, self.policy)
+
     def observe(self, seen: pacing.Foreground, *, given_bytes_per_s: float) -> None:
         """Take in how requests fared while so much went out; it sets the rate (R9.1)."""
         before, self.seen = self.pace.bytes_per_s, seen
