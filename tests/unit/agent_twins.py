@@ -286,6 +286,7 @@ class TwinRegistry:
         incarnation: str,
         request_id: str,
         source_incarnation: str = "",
+        layout_digest: str = "",
         readers_seen: int | None = None,
     ) -> Transfer:
         if source_id in self.full:

@@ -8,7 +8,6 @@ there is told apart from what could not be found out. Hands `CompileFacts` to `c
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -298,9 +297,11 @@ def host() -> Seen:
 
 def version_here(name: str) -> str | None:
     """Version of a package of this interpreter, None without it."""
+    from importlib import metadata  # beside the first bytes of the weights, not before them (R6)
+
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
         return None
 
 
