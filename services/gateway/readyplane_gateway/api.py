@@ -66,6 +66,7 @@ class _Answer:
         self._fixed: list[Header] = [(b"x-request-id", request_id.encode("latin-1"))]
         self.status = 0
         self.blocked_since_s: float | None = None
+        self.guarded: Callable[[], None] = lambda: None
         self._ended = False
 
     async def start(self, status: int, headers: Sequence[Header]) -> None:
@@ -80,6 +81,7 @@ class _Answer:
 
     async def send(self, data: bytes) -> None:
         self.blocked_since_s = self._gateway.clock.monotonic_s()
+        self.guarded()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self.blocked_since_s = None
 
@@ -344,7 +346,12 @@ class _Guard:
             self._watch = asyncio.ensure_future(self._until_gone())
         elif not self._hear(self._cut):
             self._cut()
-        self._arm(self._gateway.bounds.client_stall_s_max)
+        self._answer.guarded = self._guard
+
+    def _guard(self) -> None:
+        """Something is sent that may have to wait for the client."""
+        if self._timer is None:
+            self._arm(self._gateway.bounds.client_stall_s_max)
 
     def end(self) -> None:
         """The request has come to its own end. Idempotent."""

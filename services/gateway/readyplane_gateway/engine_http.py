@@ -138,6 +138,8 @@ class Exchange:
 
     async def whole(self, bytes_max: int) -> bytes:
         """The rest of the body. Raises EngineTrouble, also for one above `bytes_max`."""
+        if self.complete and self._held <= bytes_max:  # most are there with their head
+            return await self.piece()
         found: list[bytes] = []
         size = 0
         while data := await self.piece():

@@ -111,6 +111,7 @@ class Gateway:
         )
         self.tell_why: Callable[[str], None] = lambda _: None  # it is not ready for ever
         self.requests: set[asyncio.Task[object]] = set()
+        self.meters.in_flight.set_function(lambda: len(self.requests))
         self.stopping = False
         self._known = asyncio.Event()
         self._idle = asyncio.Event()
@@ -178,13 +179,11 @@ class Gateway:
         if len(self.requests) >= self.bounds.requests_max:
             return False
         self.requests.add(task)
-        self.meters.in_flight.set(len(self.requests))
         return True
 
     def leave(self, task: asyncio.Task[object]) -> None:
         """Count a request out."""
         self.requests.discard(task)
-        self.meters.in_flight.set(len(self.requests))
         if not self.requests:
             self._idle.set()
 

@@ -20,7 +20,7 @@ from readyplane_router.metrics import RouterCollector
 from readyplane_router.redis import RedisStore
 from readyplane_router.service import RouterService
 
-TAKES_WITHIN_S = 0.001
+TAKES_WITHIN_S = 0.002
 """Who embeds a router hears of a pair before it is reserved and begins: nothing waits for this."""
 
 
