@@ -6,6 +6,7 @@ Owns the wiring of stores, use-cases and ports; everything it wires is tested wi
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 import sys
 from pathlib import Path
@@ -23,9 +24,10 @@ from readyplane.kit.telemetry import metrics, setup_logging
 from readyplane_registry import api, rpc
 from readyplane_registry.blob_files import FileBlobs
 from readyplane_registry.blob_http import BlobRoutes
-from readyplane_registry.blob_removal import FolderRemoval
+from readyplane_registry.blob_urls import open_store, removal_of
+from readyplane_registry.blobs import ByteStore
 from readyplane_registry.collecting import Collecting
-from readyplane_registry.fetching import RegistryPolicy
+from readyplane_registry.fetching import RegistryPolicy, Tally
 from readyplane_registry.metrics import PrometheusTally
 from readyplane_registry.postgres import PostgresCatalog
 from readyplane_registry.postgres_keeping import PostgresKeeping
@@ -41,6 +43,10 @@ class Settings(ServiceSettings):
     """What the registry is told beside what every service is."""
 
     blob_dir: Path | None = Field(None, description="folder of the byte store [DATA_DIR/blobs]")
+    blob_store: str = Field(
+        "",
+        description="or its URL: file:///, mount:///, s3://BUCKET/PREFIX?endpoint=…, gs://, az://",
+    )
     advertise_url: str = Field("", description="http://host:port where workers reach this registry")
     storage_name: str = Field(
         "registry", description="one byte store, one name, however many serve"
@@ -75,12 +81,26 @@ class Settings(ServiceSettings):
             grace_s=self.collect_grace_s,
         )
 
-    def blobs(self) -> FileBlobs:
-        """The byte store. Raises InvalidField when no folder is given, or it can't be written."""
+    def blobs(self, clock: Clock, tally: Tally) -> ByteStore:
+        """The byte store. Raises InvalidField when none is given, or a folder can't be written."""
+        if self.blob_store and self.blob_dir:
+            raise InvalidField("blob_dir", str(self.blob_dir), "give --blob-store or --blob-dir")
+        if self.blob_store:
+            return open_store(self.blob_store, clock=clock, random=random.random, tally=tally)
         folder = self.blob_dir or (self.data_dir and self.data_dir / "blobs")
         if not folder:
-            raise InvalidField("blob_dir", "", "give --blob-dir or READYPLANE_BLOB_DIR")
+            raise InvalidField("blob_dir", "", "give --blob-dir, or --blob-store for another kind")
         return FileBlobs(folder)
+
+
+async def ask_once(blobs: ByteStore) -> None:
+    """Say at the start, and not with the first upload, that the byte store cannot be reached."""
+    try:
+        await blobs.length("sha256:" + "0" * 64)
+    except Unavailable as error:
+        log.error("the byte store cannot be asked", extra={"why": str(error)})
+    else:
+        log.info("byte store", extra={"store": blobs.name, "tier": str(blobs.tier)})
 
 
 async def watch(
@@ -104,19 +124,21 @@ async def watch(
 async def main(settings: Settings) -> None:
     """Serve until told to stop."""
     settings.need("database_url", "redis_url")
-    blobs = settings.blobs()
+    tally, clock = PrometheusTally(metrics), SystemClock()
+    blobs = settings.blobs(clock, tally)
     await migrate(settings.database_url, "readyplane_registry")
     engine, client = async_engine(settings.database_url), connect(settings.redis_url)
     try:
         await check_eviction(client)
         server = ServiceServer("registry", settings)
-        tally, clock = PrometheusTally(metrics), SystemClock()
+        await ask_once(blobs)
         if settings.host in {"0.0.0.0", "::"} and not settings.advertise_url:
             log.warning("workers elsewhere cannot reach the byte store: give --advertise-url")
         policy = RegistryPolicy(
             source_ttl_s=settings.source_ttl_s,
             transfer_ttl_s=settings.transfer_ttl_s,
             storage_readers_max=settings.storage_readers_max,
+            storage_tier=blobs.tier,
         )
         store, live = PostgresCatalog(engine), RedisLive(client, weight=policy.ranking.weight)
         service = RegistryService(
@@ -136,7 +158,7 @@ async def main(settings: Settings) -> None:
                 store=store,
                 keeping=PostgresKeeping(engine),
                 live=live,
-                removal=FolderRemoval(blobs.root, clock),
+                removal=removal_of(blobs, clock),
                 clock=clock,
                 policy=settings.retention(),
                 hold_ttl_s=settings.upload_ttl_s,

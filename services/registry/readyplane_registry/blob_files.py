@@ -1,8 +1,8 @@
-"""The registry's byte store: immutable files, each named by the sha256 of its content.
+"""The byte store in a folder or a mount: immutable files, each named by the sha256 of its content.
 
 Owns where bytes lie, that they appear whole or not at all, and that nothing outside its folder is
-ever read or written (B116, B117, B138, B180). Handed to the service as its `Blobs`, to
-`blob_http` (ranges and uploads) and to `ingest` (publishing a folder).
+ever read or written (B116, B117, B138, B180). A `ByteStore` for the service, for `blob_http`
+(ranges and uploads) and for `ingest` (publishing a folder).
 
 On disk: `sha256/ab/ab12…` (64 hex digits, mode 0444), `tmp/` for writers, `corrupt/` for files
 that a later check found changed. Every step below the root refuses symbolic links.
@@ -24,12 +24,29 @@ from typing import Self
 
 from readyplane.core.errors import InvalidField, Refused, Unavailable
 from readyplane.core.identity import FileEntry, Manifest, TensorEntry, check_digest, chunk_hash
-from readyplane_registry.blobs import FileCheck
+from readyplane.core.startup import WeightTier
+from readyplane_registry.blob_checks import (
+    Content,
+    chunk_fault,
+    content_fault,
+    has_tensors,
+    size_fault,
+    tensor_fault,
+)
+from readyplane_registry.blobs import (
+    BLOB_BYTES_MAX,
+    HEAD_BYTES,
+    PIECE_BYTES,
+    FileCheck,
+    ended_early,
+    not_stored,
+    other_content,
+    too_long,
+)
 from readyplane_registry.safetensors import PREFIX_BYTES, header_bytes, tensors_of
 
 READ_BYTES = 4 * 1024 * 1024
 WRITE_BATCH_BYTES = 1024 * 1024
-BLOB_BYTES_MAX = 1024**4
 
 
 def hash_file(
@@ -77,10 +94,13 @@ class FileBlobs:
 
     Args:
         root: the folder; made when it is not there. Everything below it is the store's.
+        tier: L4 for the registry's own disk, L3 for a mount that all nodes have.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, tier: WeightTier = WeightTier.L4_OBJECT) -> None:
         self.root = Path(os.path.realpath(root))
+        self.tier = tier
+        self.name = f"{'mount' if tier is WeightTier.L3_RACK else 'file'}://{self.root}"
         try:
             for name in ("sha256", "tmp", "corrupt"):
                 (self.root / name).mkdir(parents=True, exist_ok=True)
@@ -205,7 +225,7 @@ class FileBlobs:
                 batch.append(piece)
                 held += len(piece)
                 if writer.size_bytes + held > size_max:
-                    raise InvalidField("body", f"over {size_max} bytes", f"send {size_max} at most")
+                    raise too_long(size_max)
                 if held >= WRITE_BATCH_BYTES:
                     await asyncio.to_thread(writer.write, *batch)
                     batch, held = [], 0
@@ -232,9 +252,34 @@ class FileBlobs:
 
         return await asyncio.to_thread(copy)
 
+    async def length(self, sha256: str) -> int | None:
+        """See `ByteStore`."""
+        return await asyncio.to_thread(self.size, sha256)
+
     async def has(self, sha256: str, size_bytes: int) -> bool:
         """True when the blob is here in its full length."""
-        return await asyncio.to_thread(self.size, sha256) == size_bytes
+        return await self.length(sha256) == size_bytes
+
+    async def stream(self, sha256: str, *, begin: int, end: int) -> AsyncIterator[bytes]:
+        """See `ByteStore`."""
+        descriptor = await asyncio.to_thread(self.open, sha256)
+        if descriptor is None:
+            raise not_stored(sha256)
+        try:
+            at = begin
+            while at < end:
+                piece = await _read(descriptor, min(PIECE_BYTES, end - at), at)
+                if not piece:  # the file is shorter: break off rather than send other bytes
+                    raise ended_early(self.name, sha256, at, end)
+                at += len(piece)
+                yield piece
+        finally:
+            os.close(descriptor)
+
+    async def presigned(self, sha256: str, *, ttl_s: float) -> str | None:
+        """See `ByteStore`: a folder has no URL of its own."""
+        del sha256, ttl_s
+        return None
 
     # ------------------------------------------------------------------------------ checking
 
@@ -278,15 +323,13 @@ class FileBlobs:
             size, sha256, chunks = hash_file(
                 descriptor, chunk_bytes=manifest.chunk_bytes, content=content
             )
-            if content and sha256 != entry.sha256:
+            fault = content_fault(entry, Content(size, sha256, chunks))
+            if fault:
                 self._take_out(entry.sha256)
-                return found(
-                    f"{size} bytes with {sha256} are stored under {entry.sha256}; taken out of "
-                    "the store, publish the file again"
-                )
+                return found(fault)
             return found(
-                _size_fault(entry, size)
-                or _chunk_fault(entry, chunks, manifest.chunk_bytes)
+                size_fault(entry, size)
+                or chunk_fault(entry, chunks, manifest.chunk_bytes)
                 or _tensor_fault(entry, descriptor, manifest)
             )
         finally:
@@ -299,37 +342,25 @@ class FileBlobs:
             os.fsync(shard)
 
 
-def _size_fault(entry: FileEntry, size: int) -> str:
-    return "" if size == entry.size_bytes else f"{size} bytes are stored, not {entry.size_bytes}"
-
-
-def _chunk_fault(entry: FileEntry, chunks: Sequence[str], chunk_bytes: int) -> str:
-    for place, (wanted, found) in enumerate(zip(entry.chunks, chunks, strict=True)):
-        if wanted != found:
-            return f"chunk {place} (from byte {place * chunk_bytes}) is {found}, not {wanted}"
-    return ""
-
-
 def _tensor_fault(entry: FileEntry, descriptor: int, manifest: Manifest) -> str:
     """The tensors that a safetensors file says it has, against those of the manifest."""
-    if entry.purpose != "weights" or not entry.path.endswith(".safetensors"):
+    if not has_tensors(entry):
         return ""
     try:
         held = tensors_in(descriptor, size_bytes=entry.size_bytes, file=entry.path)
     except InvalidField as error:
         return str(error)
-    listed = {t.name: t for t in manifest.tensors if t.file == entry.path}
-    for tensor in held:
-        told = listed.pop(tensor.name, None)
-        if told is None:
-            return f"tensor {tensor.name!r} of the file is not in the manifest"
-        for name in ("dtype", "shape", "offset_bytes", "size_bytes"):
-            left, right = getattr(told, name), getattr(tensor, name)
-            if left != right:
-                return (
-                    f"tensor {tensor.name!r}: {name} is {right} in the file, {left} in the manifest"
-                )
-    return f"tensor {next(iter(listed))!r} of the manifest is not in the file" if listed else ""
+    return tensor_fault(entry, held, manifest)
+
+
+async def _read(descriptor: int, size: int, at: int) -> bytes:
+    """Read in a thread; the descriptor stays open while one reads, whoever is cancelled."""
+    reading = asyncio.get_running_loop().run_in_executor(None, os.pread, descriptor, size, at)
+    try:
+        return await asyncio.shield(reading)
+    finally:
+        if not reading.done():
+            await asyncio.wait([reading])
 
 
 class BlobWriter:
@@ -340,6 +371,7 @@ class BlobWriter:
         self._hash = hashlib.sha256()
         self._part = ""
         self._descriptor = -1
+        self._head = b""
         self.size_bytes = 0
 
     def __enter__(self) -> Self:
@@ -357,6 +389,8 @@ class BlobWriter:
         """Append."""
         for piece in pieces:
             self._hash.update(piece)
+            if len(self._head) < HEAD_BYTES:
+                self._head += bytes(piece[:HEAD_BYTES])
             rest = memoryview(piece)
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -370,11 +404,8 @@ class BlobWriter:
         """
         found = self._hash.hexdigest()
         if found != self._name:
-            kind = "an empty body" if self.size_bytes == 0 else f"{self.size_bytes} bytes"
-            raise InvalidField(
-                "sha256",
-                f"sha256:{self._name}",
-                f"send the bytes of that digest; {kind} with sha256:{found} came, nothing was kept",
+            raise other_content(
+                f"sha256:{self._name}", f"sha256:{found}", self._head, self.size_bytes
             )
         with contextlib.suppress(OSError):
             held = os.stat(self._name, dir_fd=self._shard, follow_symlinks=False)

@@ -1,5 +1,8 @@
 """Bytes over HTTP: ranges out, uploads in, both straight from and to the byte store.
 
+Whatever the store is made of, a reader gets ranges here; where the store has URLs of its own, a
+reader who says `?redirect=allow` is sent there.
+
 Owns the wire of `GET /v1/blobs/{digest}/{path}` (what a fetch plan's storage source points at) and
 of `/v1/blobs/sha256/{hex}` (how a publisher brings bytes). Handed to `api`.
 """
@@ -7,9 +10,8 @@ of `/v1/blobs/sha256/{hex}` (how a publisher brings bytes). Handed to `api`.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
@@ -18,12 +20,11 @@ from starlette.types import Receive, Scope, Send
 
 from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError
 from readyplane.core.identity import FileEntry
-from readyplane_registry.blob_files import FileBlobs
-from readyplane_registry.blobs import not_stored
+from readyplane_registry.blobs import ByteStore, not_stored
 from readyplane_registry.fetching import Tally
 from readyplane_registry.service import RegistryService
 
-PIECE_BYTES = 1024 * 1024
+PRESIGNED_TTL_S = 900.0
 INDEXES_CACHED_MAX = 64
 OCTETS = "application/octet-stream"
 
@@ -57,25 +58,33 @@ def wanted_range(header: str, size_bytes: int) -> tuple[int, int] | None:
 
 
 class BlobResponse(Response):
-    """Streams part of an open file; the next piece is read while the last one is sent.
+    """Streams bytes of a blob; the next piece is read while the last one is sent.
 
     Args:
-        descriptor: read from by position and closed at the end.
-        begin, end: half-open range of bytes.
+        first: the beginning, read before anything was answered.
+        pieces: the rest, closed at the end.
+        size_bytes: of all together.
     """
 
     def __init__(
-        self, descriptor: int, *, begin: int, end: int, status: int, headers: dict[str, str]
+        self,
+        first: bytes,
+        pieces: AsyncGenerator[bytes, None] | None,
+        *,
+        size_bytes: int,
+        status: int,
+        headers: dict[str, str],
     ) -> None:
-        self._descriptor, self._begin, self._end = descriptor, begin, end
+        self._first, self._pieces, self._size_bytes = first, pieces, size_bytes
         self.status_code = status
         self.media_type = OCTETS
         self.background = None
         self.body = b""
-        self.init_headers({**headers, "content-length": str(end - begin)})
+        self.init_headers({**headers, "content-length": str(size_bytes)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it; a client that leaves ends it at the next piece."""
+        del scope
         try:
             await send(
                 {
@@ -84,36 +93,39 @@ class BlobResponse(Response):
                     "headers": self.raw_headers,
                 }
             )
-            if scope["method"] == "HEAD" or await self._send_pieces(receive, send):
+            if self._pieces is None or await self._send_pieces(self._pieces, receive, send):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            os.close(self._descriptor)
+            if self._pieces is not None:
+                await self._pieces.aclose()
 
-    async def _send_pieces(self, receive: Receive, send: Send) -> bool:
+    async def _send_pieces(
+        self, pieces: AsyncGenerator[bytes, None], receive: Receive, send: Send
+    ) -> bool:
         """False when the client left before the end."""
-        at = self._begin
-        reading = self._read(at)
+        at, piece = len(self._first), self._first
+        reading: asyncio.Task[bytes] | None = None
         # The server drops what is sent to a client that has left, and says so only here.
         leaving = asyncio.ensure_future(_left(receive))
         try:
-            while at < self._end and not leaving.done():
-                piece = await reading
-                if not piece:  # the file became shorter: break off rather than send other bytes
-                    raise EOFError(f"blob ended at {at} of {self._end} bytes")
-                at += len(piece)
-                if at < self._end:
-                    reading = self._read(at)
+            while not leaving.done():
+                if at < self._size_bytes:
+                    reading = asyncio.create_task(_next(pieces))
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-            return at >= self._end
+                if reading is None:
+                    return True
+                piece = await reading
+                at, reading = at + len(piece), None
+            return False
         finally:
             leaving.cancel()
-            await asyncio.wait([reading])  # the descriptor stays open while a thread reads
+            if reading is not None:
+                reading.cancel()
+                await asyncio.wait([reading])
 
-    def _read(self, at: int) -> asyncio.Future[bytes]:
-        size = min(PIECE_BYTES, self._end - at)
-        return asyncio.get_running_loop().run_in_executor(
-            None, os.pread, self._descriptor, size, at
-        )
+
+async def _next(pieces: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(pieces)
 
 
 async def _left(receive: Receive) -> None:
@@ -125,7 +137,7 @@ async def _left(receive: Receive) -> None:
 class BlobRoutes:
     """The routes; `router` is included by `api`."""
 
-    def __init__(self, service: RegistryService, blobs: FileBlobs, tally: Tally) -> None:
+    def __init__(self, service: RegistryService, blobs: ByteStore, tally: Tally) -> None:
         self._service, self._blobs, self._tally = service, blobs, tally
         self._indexes: OrderedDict[str, dict[str, FileEntry]] = OrderedDict()
         self.router = APIRouter(prefix="/v1/blobs", tags=["bytes"])
@@ -136,11 +148,14 @@ class BlobRoutes:
         add("/{digest}/{path:path}", self.get_file, methods=["GET", "HEAD"], **named)  # type: ignore[arg-type]
 
     async def get_file(self, digest: str, path: str, request: Request) -> Response:
-        """Bytes of one file of an artifact; `Range` gives 206, outside of the file 416."""
+        """Bytes of one file of an artifact; `Range` gives 206, outside of the file 416.
+
+        With `?redirect=allow` an object store answers with 307 and a URL that is good for a while.
+        """
         entry = (await self._index(digest)).get(path)
         if entry is None:
             raise NotFound("file", path, f"name a file of manifest {digest}")
-        return await self._answer(entry.sha256, request)
+        return await self._answer(entry.sha256, request, size_bytes=entry.size_bytes)
 
     async def get_blob(self, hex: str, request: Request) -> Response:  # noqa: A002 - as in the path
         """Bytes of one stored blob by its sha256."""
@@ -178,41 +193,58 @@ class BlobRoutes:
                 self._indexes.popitem(last=False)
         return held
 
-    async def _answer(self, sha256: str, request: Request) -> Response:
-        descriptor = await asyncio.to_thread(self._blobs.open, sha256)
-        if descriptor is None:
-            raise not_stored(sha256)
-        try:
-            return self._ranged(descriptor, sha256, request)
-        except BaseException:
-            os.close(descriptor)
-            raise
+    async def _answer(
+        self, sha256: str, request: Request, *, size_bytes: int | None = None
+    ) -> Response:
+        """One blob or a range of it; `size_bytes` when the manifest tells it.
 
-    def _ranged(self, descriptor: int, sha256: str, request: Request) -> Response:
-        size = os.fstat(descriptor).st_size
+        Existence is asked of the storage: by its length, or by reading the first piece before
+        anything is answered, so that what is not there is a 404 and not a broken connection.
+        """
         etag = f'"{sha256}"'
         headers = {
             "accept-ranges": "bytes",
             "etag": etag,
             "cache-control": "public, max-age=31536000, immutable",
         }
+        if size_bytes is None or request.method == "HEAD":
+            size_bytes = await self._blobs.length(sha256)
+            if size_bytes is None:
+                raise not_stored(sha256)
         if etag in request.headers.get("if-none-match", ""):
-            os.close(descriptor)
             return Response(status_code=304, headers=headers)
         header = request.headers.get("range", "")
         if request.headers.get("if-range", etag) != etag:
             header = ""
         try:
-            found = wanted_range(header, size)
+            found = wanted_range(header, size_bytes)
         except InvalidField as error:
-            os.close(descriptor)
             body = {"error": {"reason": error.reason, "message": str(error), "field": error.field}}
-            return JSONResponse(body, 416, headers={"content-range": f"bytes */{size}"})
-        begin, end = found or (0, size)
+            return JSONResponse(body, 416, headers={"content-range": f"bytes */{size_bytes}"})
+        begin, end = found or (0, size_bytes)
         if found:
-            headers["content-range"] = f"bytes {begin}-{end - 1}/{size}"
-        if request.method != "HEAD":
-            self._tally.count("served_bytes", float(end - begin))
-        return BlobResponse(
-            descriptor, begin=begin, end=end, status=206 if found else 200, headers=headers
-        )
+            headers["content-range"] = f"bytes {begin}-{end - 1}/{size_bytes}"
+        status = 206 if found else 200
+        if request.method == "HEAD":
+            return BlobResponse(b"", None, size_bytes=end - begin, status=status, headers=headers)
+        if request.query_params.get("redirect") == "allow":
+            url = await self._blobs.presigned(sha256, ttl_s=PRESIGNED_TTL_S)
+            if url is not None:
+                self._tally.count("redirects")
+                held = {"location": url, "cache-control": f"max-age={PRESIGNED_TTL_S / 2:.0f}"}
+                return Response(status_code=307, headers=held)
+        pieces = _generator(self._blobs.stream(sha256, begin=begin, end=end))
+        first = await anext(pieces, b"")
+        self._tally.count("served_bytes", float(end - begin))
+        return BlobResponse(first, pieces, size_bytes=end - begin, status=status, headers=headers)
+
+
+async def _generator(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The stream as something that can be closed, whatever a store made it of."""
+    try:
+        async for piece in pieces:
+            yield piece
+    finally:
+        close = getattr(pieces, "aclose", None)
+        if close is not None:
+            await close()

@@ -28,6 +28,11 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "quarantines": ("Sources barred for giving wrong bytes", ("tier",)),
     "degraded": ("What went on without a store: plan, transfer, use", ("what",)),
     "served_bytes": ("Bytes of artifacts served over HTTP", ()),
+    "redirects": ("Readers who were sent to the object store itself", ()),
+    "store_calls": (
+        "Calls to the object store: ok, retried, failed, by what was to be done",
+        ("what", "outcome"),
+    ),
     "uploads": ("Blobs that came in over HTTP: stored, known, refused", ("outcome",)),
 }
 
