@@ -77,7 +77,7 @@ def _shard(path: str, number: int) -> tuple[bytearray, list[dict[str, Any]]]:
     data = bytearray(8 + len(head) + end)
     data[: 8 + len(head)] = struct.pack("<Q", len(head)) + head
     bits = np.random.default_rng(number).integers(0, 2**64, size=end // 8, dtype=np.uint64)
-    memoryview(data)[8 + len(head) :] = memoryview(bits.view(np.uint8))
+    data[8 + len(head) :] = bits.tobytes()
     listed = [
         {
             "name": name,

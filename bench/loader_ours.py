@@ -24,7 +24,8 @@ from readyplane.kit.clock import SystemClock
 from readyplane.ports import Registry
 from readyplane_agent.arena import Arena, prefault
 from readyplane_agent.cache import WeightCache
-from readyplane_agent.loader import Loader, Reader
+from readyplane_agent.loader import Loader
+from readyplane_agent.reading import Reader
 from readyplane_agent.trace import StartTrace
 
 

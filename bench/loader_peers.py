@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from fastsafetensors import SafeTensorsFileLoader, SingleGroup
-from loader_memory import Growth
-from runai_model_streamer import SafetensorsStreamer
-from safetensors import safe_open
-from safetensors.torch import load_file
-from tensorizer import TensorDeserializer, TensorSerializer
+import torch  # type: ignore[import-not-found]
+from fastsafetensors import SafeTensorsFileLoader, SingleGroup  # type: ignore[import-not-found]
+from loader_memory import Growth  # type: ignore[import-not-found]
+from runai_model_streamer import SafetensorsStreamer  # type: ignore[import-not-found]
+from safetensors import safe_open  # type: ignore[import-not-found]
+from safetensors.torch import load_file  # type: ignore[import-not-found]
+from tensorizer import TensorDeserializer, TensorSerializer  # type: ignore[import-not-found]
 
 PAGE = 4096
 FOLDER = Path(sys.argv[1])

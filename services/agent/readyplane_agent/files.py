@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,8 +26,14 @@ BLOCK_BYTES = 4096
 CACHED_PIECE_BYTES = 2**20
 """Copied from the page cache at once: hashed while it is still in the processor's own cache."""
 
-DIRECT_PIECE_BYTES = 4 * 2**20
+DIRECT_PIECE_BYTES = 8 * 2**20
 """Asked of the disk at once."""
+
+DIRECT_LANES = 8
+"""Reads that a disk is given at once: while one thread hashes, the others keep it busy."""
+
+CACHED_LANES = min(4, os.cpu_count() or 1)
+"""Threads that copy out of the page cache: more than cores only wait for each other."""
 
 RESIDENCE_SAMPLES = 3
 RESIDENT_SHARE_MIN = 0.75
@@ -172,6 +178,19 @@ class FileReader:
             return self._read(opened, entry, start, into)
         except OSError as error:
             return Fault("dead", f"{entry.path}: {error.strerror or error}")
+
+    def lanes(self, entries: Sequence[FileEntry]) -> int:
+        """How many readers these files are worth, by where most of their bytes lie."""
+        resident = total = 0.0
+        for entry in entries:
+            try:
+                share = self._opened(entry).resident_share(0, entry.size_bytes)
+            except OSError:
+                continue
+            resident += (share or 0.0) * entry.size_bytes
+            total += entry.size_bytes
+        cached = not self._direct or resident >= RESIDENT_SHARE_MIN * total
+        return CACHED_LANES if cached else DIRECT_LANES
 
     def close(self) -> None:
         """End it."""

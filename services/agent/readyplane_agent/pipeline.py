@@ -139,14 +139,15 @@ class Pipeline:
         """
         missing = self._arena.missing()
         asked = todo or InOrder(missing)
-        count = min(connections or self._connections, self._connections, len(missing))
         loop = asyncio.get_running_loop()
         readers: list[RangeReader] = []
-        pool = ThreadPoolExecutor(max(1, count), thread_name_prefix="load")
+        pool = ThreadPoolExecutor(max(1, len(missing)), thread_name_prefix="load")
         work: list[asyncio.Future[None]] = []
         try:
-            for _ in range(count):
+            if missing:
                 readers.append(open_reader())
+                count = self._count(readers[0], missing, connections)
+                readers += [open_reader() for _ in range(count - 1)]
             work = [
                 loop.run_in_executor(pool, self._drain, reader, asked, use, gone, stop)
                 for reader in readers
@@ -166,6 +167,16 @@ class Pipeline:
                     use.ways.add(reader.ways)
                     reader.close()
             pool.shutdown(wait=False)
+
+    def _count(
+        self, reader: RangeReader, missing: Sequence[tuple[str, int]], connections: int
+    ) -> int:
+        """How many threads read side by side: a disk wants more asked of it than a cache."""
+        most = min(connections or self._connections, self._connections)
+        if isinstance(reader, FileReader) and not connections:
+            entries = (self._arena.entry(path) for path in dict(missing))
+            most = reader.lanes([entry for entry in entries if entry is not None])
+        return min(most, len(missing))
 
     def _drain(
         self,
