@@ -57,6 +57,8 @@ async def test_a_manifest_is_stored_once_and_read_back_byte_for_byte(store: Cata
     assert stored.manifest.digest == mine.digest
     assert stored.created_s == mine.created_s
     assert await store.get_manifest("sha256:" + "0" * 64) is None
+    many = await store.get_manifests([mine.digest, "sha256:" + "0" * 64])
+    assert many == {mine.digest: stored} and await store.get_manifests([]) == {}
 
 
 async def test_fifty_identical_publications_make_one_row(store: CatalogStore) -> None:

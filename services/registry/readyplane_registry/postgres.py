@@ -36,6 +36,9 @@ PUT = text(
     f" :tensor_count, :create_time) ON CONFLICT (digest) DO NOTHING RETURNING {LINE}, document"
 )
 GET = text(f"SELECT {LINE}, document FROM manifests WHERE digest = :digest")
+GET_MANY = text(f"SELECT {LINE}, document FROM manifests WHERE digest IN :digests").bindparams(
+    bindparam("digests", expanding=True)
+)
 KNOWN = text("SELECT 1 FROM manifests WHERE digest = :digest")
 # The last word on whether a manifest is hidden; `{digest}` is an expression.
 STATE = (
@@ -180,6 +183,13 @@ class PostgresCatalog:
         """See `CatalogStore`."""
         rows = await self._read(GET, digest=digest)
         return _record(rows[0]) if rows else None
+
+    async def get_manifests(self, digests: Sequence[str]) -> dict[str, ManifestRecord]:
+        """See `CatalogStore`."""
+        if not digests:
+            return {}
+        rows = await self._read(GET_MANY, digests=list(digests))
+        return {row.digest: _record(row) for row in rows}
 
     async def list_manifests(
         self, *, model: str = "", kind: str = "", limit: int = 1000, before: int = 0

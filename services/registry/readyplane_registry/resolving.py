@@ -6,6 +6,7 @@ among candidates is `catalog`'s, the verdict on signatures `core.trust`'s. Hande
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,10 +26,10 @@ from readyplane.kit.clock import Clock
 from readyplane.kit.signing import verify_ed25519
 from readyplane_registry import catalog
 from readyplane_registry.fetching import Tally
-from readyplane_registry.store import CatalogStore
+from readyplane_registry.store import CatalogStore, ManifestRecord
 
 log = logging.getLogger(__name__)
-PAGE_FIRST, PAGE = 4, 128
+PAGE_FIRST, PAGE = 4, 64
 OUTLINES_MAX = 20_000
 CONSIDERED_MAX = 1000
 UNTRUSTED_TRIED_MAX = 64
@@ -124,8 +125,10 @@ class Resolving:
                 model=model, kind=kind, limit=page_size, before=before
             )
             named += len(page)
-            for digest in await self._not_withdrawn([record.digest for record in page]):
-                fields = catalog.differing(await self._outline(digest), wanted)
+            digests = await self._not_withdrawn([record.digest for record in page])
+            outlines = await self._outlined(digests)
+            for digest in digests:
+                fields = catalog.differing(outlines[digest], wanted)
                 if fields:
                     misses.append((len(fields), len(misses), Candidate(digest, fields)))
                     continue
@@ -147,16 +150,18 @@ class Resolving:
         shown = tuple(candidate for _count, _place, candidate in nearest)
         return Resolution(None, shown, len(misses) - len(shown))
 
-    async def _outline(self, digest: str) -> Manifest:
-        """A manifest without what no need asks for, kept: a need is compared with many of them."""
-        held = self._outlines.get(digest)
-        if held is None:
-            whole = await self._manifest_of(digest)
-            files = tuple(entry for entry in whole.files if entry.purpose == "tokenizer")
-            held = self._outlines[digest] = replace(whole, files=files, tensors=(), canary=None)
-            if len(self._outlines) > OUTLINES_MAX:
-                self._outlines.popitem(last=False)
-        return held
+    async def _outlined(self, digests: Sequence[str]) -> dict[str, Manifest]:
+        """Manifests without what no need asks for, kept: a need is compared with many of them."""
+        unknown = [digest for digest in digests if digest not in self._outlines]
+        if unknown:
+            records = await self._store.get_manifests(unknown)
+            for digest, record in records.items():
+                self._outlines[digest] = _outline(record)
+                await asyncio.sleep(0)  # documents of a large model take a while to read
+        found = {digest: self._outlines[digest] for digest in digests}
+        while len(self._outlines) > OUTLINES_MAX:
+            self._outlines.popitem(last=False)
+        return found
 
     async def _not_withdrawn(self, digests: list[str]) -> list[str]:
         """Without those that a tag says of that nobody may resolve to them any more."""
@@ -206,6 +211,12 @@ class Resolving:
             self._tally.count("untrusted", mode=str(mode))
             log.warning("not trusted", extra={"digest": digest, "why": verdict.reason})
         return verdict
+
+
+def _outline(record: ManifestRecord) -> Manifest:
+    whole = record.manifest
+    files = tuple(entry for entry in whole.files if entry.purpose == "tokenizer")
+    return replace(whole, files=files, tensors=(), canary=None)
 
 
 def _untrusted(reference: str, reasons: Sequence[str]) -> Refused:

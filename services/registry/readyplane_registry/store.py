@@ -97,6 +97,10 @@ class CatalogStore(Protocol):
         """The record with its document."""
         ...
 
+    async def get_manifests(self, digests: Sequence[str]) -> dict[str, ManifestRecord]:
+        """The records with their documents; those that are not known are left out."""
+        ...
+
     async def list_manifests(
         self, *, model: str = "", kind: str = "", limit: int = 1000, before: int = 0
     ) -> list[ManifestRecord]:
@@ -229,6 +233,10 @@ class MemoryCatalog:
     async def get_manifest(self, digest: str) -> ManifestRecord | None:
         """See `CatalogStore`."""
         return self._manifests.get(digest)
+
+    async def get_manifests(self, digests: Sequence[str]) -> dict[str, ManifestRecord]:
+        """See `CatalogStore`."""
+        return {d: self._manifests[d] for d in digests if d in self._manifests}
 
     def retired(self, digest: str) -> bool:
         """True for a manifest that is hidden."""
