@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from readyplane.core.compile_environment import review_environment
-from readyplane.core.identity import FieldDifference, canonical, digest_of
+from readyplane.core.identity import FieldDifference, digest_of
 
 SCHEMA = "readyplane/compile-key/1"
 ABSENT = "absent"
@@ -198,8 +198,3 @@ def kind_of_factor(name: str) -> str:
 def problems_text(key: CompileKey) -> str:
     """The problems of a key in one line, for a trace."""
     return ", ".join(f"{name}: {why}" for name, why in key.problems.items())
-
-
-def key_document(key: CompileKey) -> bytes:
-    """The canonical table, to be stored beside what was compiled."""
-    return canonical({"schema": SCHEMA, "factors": dict(key.factors)})

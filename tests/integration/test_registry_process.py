@@ -57,6 +57,8 @@ class Place:
             "--blob-dir": str(self.folder / "blobs"),
             "--ready-file": str(ready),
         }
+        if "--blob-store" in flags:
+            del arguments["--blob-dir"]
         command = [sys.executable, "-m", "readyplane_registry", *flags]
         command += [part for pair in arguments.items() for part in pair]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("READYPLANE_")}
@@ -333,6 +335,13 @@ async def test_lists_tags_and_plans_over_rest(
     assert any(t["name"] == "served/prod" for t in (await rest.get("/v1/tags")).json()["tags"])
     found = (await rest.get("/v1/resolve?reference=served/prod")).json()
     assert found["digest"] == published.digest
+    url = "/v1/resolve?reference=served&need=tp=2&candidates=1"
+    missed = (await rest.get(url)).json()
+    (nearest,) = missed["candidates"]
+    assert missed["artifact"] is None and nearest["digest"] == published.digest
+    assert nearest["differing"] == [{"field": "tp", "needed": "2", "found": "1"}]
+    met = (await rest.get("/v1/resolve?reference=served&need=tp=1&candidates=1")).json()
+    assert met["artifact"]["digest"] == published.digest and met["candidates"] == []
     plan = (await rest.get(f"/v1/artifacts/{published.digest}/plan?worker_id=w")).json()
     assert plan["sources"][0]["source_id"] == "storage:registry" and plan["sources"][0]["why"]
     described = (await rest.get("/openapi.json")).json()["paths"]
@@ -410,6 +419,45 @@ async def _only_the_token_opens(rest: httpx.AsyncClient) -> None:
     assert (await _told(upload))[0] == "Unauthenticated"
 
 
+async def test_an_object_store_holds_the_bytes_and_the_registry_serves_their_ranges(
+    place: Place, s3_url: str, tmp_path: Path
+) -> None:
+    running = place.start("--blob-store", s3_url, "--storage-name", "s3")
+    rpc = RegistryClient(running.grpc, timeout_s=30)
+    try:
+        async with httpx.AsyncClient(base_url=running.http, timeout=30, trust_env=False) as rest:
+            done = await publish_directory(
+                model_folder(tmp_path / "m", salt=7, shard_bytes=3_000_000), model="in-s3",
+                registry=rpc, sink=RemoteBlobs(running.http), facts=Facts(chunk_bytes=1_000_000),
+            )  # fmt: skip
+            plan = await rpc.plan_fetch(done.digest, worker_id="w", incarnation="i", node="n")
+            assert [r.source.source_id for r in plan.sources] == ["storage:s3"]
+            entry = max(done.manifest.files, key=lambda file: file.size_bytes)
+            url = f"{plan.sources[0].source.url}/{quote(entry.path)}"
+            whole = await rest.get(url)
+            assert sha256(whole.content) == entry.sha256
+            part = await rest.get(url, headers={"range": "bytes=1000001-1000009"})
+            assert part.status_code == 206 and part.content == whole.content[1000001:1000010]
+            beyond = await rest.get(url, headers={"range": "bytes=99999999-"})
+            assert beyond.status_code == 416
+            head = await rest.head(url)
+            assert head.headers["content-length"] == str(entry.size_bytes) and not head.content
+            sent = await rest.get(url, params={"redirect": "allow"})
+            assert sent.status_code == 307 and "X-Amz-Signature" in sent.headers["location"]
+            direct = await rest.get(sent.headers["location"], headers={"range": "bytes=5-8"})
+            assert direct.status_code == 206 and direct.content == whole.content[5:9]
+            answer = await rest.post(f"/v1/artifacts/{done.digest}/verify")
+            assert answer.json()["ok"] is True
+            absent = await rest.get(f"/v1/blobs/sha256/{'0' * 64}")
+            assert absent.status_code == 404
+            wrong = await rest.put(f"/v1/blobs/sha256/{'0' * 64}", content=b"<html>no</html>")
+            assert wrong.status_code == 400 and "an HTML page" in wrong.text
+    finally:
+        await rpc.aclose()
+        assert running.stop() == 0
+    assert "readyplane-test-secret" not in (place.folder / "log").read_text()
+
+
 def test_a_wrong_setting_is_one_clear_line(place: Place) -> None:
     command = [sys.executable, "-m", "readyplane_registry", "--blob-dri", "x"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -422,6 +470,8 @@ def test_a_wrong_setting_is_one_clear_line(place: Place) -> None:
     [
         ({"blob_dir": Path("/proc/nowhere")}, "blob_dir"),
         ({"blob_dir": None}, "blob_dir"),
+        ({"blob_store": "s3://models"}, "blob_dir"),
+        ({"blob_dir": None, "blob_store": "s3://models?regoin=x"}, "blob_store"),
         ({"database_url": "mysql://x/y"}, "database_url"),
         ({"redis_url": ""}, "redis_url"),
         ({"redis_url": "http://x"}, "redis_url"),

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 
 from readyplane.core.errors import InvalidField, UnknownField
 from readyplane.core.identity import Manifest
+from readyplane.core.resolution import Resolution
 from readyplane.core.trust import Trail
 from readyplane.ports import ManifestSummary, StartNode, Tag
 from readyplane_registry.catalog import MANIFEST_BYTES_MAX, object_document
@@ -192,10 +193,22 @@ def _add_tags(router: APIRouter, service: RegistryService) -> None:
 
     @router.get("/resolve")
     async def resolve(
-        reference: str, kind: str = "weights", need: Annotated[list[str] | None, Query()] = None
+        reference: str,
+        kind: str = "weights",
+        need: Annotated[list[str] | None, Query()] = None,
+        candidates: int = 0,
     ) -> dict[str, Any]:
-        """A digest, tag or model name as one manifest; `need=layout=safetensors/1` narrows it."""
-        return _artifact(await service.resolve(reference, kind=kind, need=_needs(need or [])))
+        """A digest, tag or model name as one manifest; `need=layout=safetensors/1` narrows it.
+
+        With `candidates=5` a need that nothing meets is answered with the five nearest.
+        """
+        needs = _needs(need or [])
+        if not candidates:
+            return _artifact(await service.resolve(reference, kind=kind, need=needs))
+        found = await service.resolve_need(
+            reference, kind=kind, need=needs, candidates_max=candidates
+        )
+        return _resolution(found)
 
 
 def _needs(given: list[str]) -> dict[str, str]:
@@ -236,6 +249,23 @@ def _trail(trail: Trail) -> dict[str, Any]:
             for s in trail.signatures
         ],
         "events": [asdict(event) for event in trail.events],
+    }
+
+
+def _resolution(found: Resolution) -> dict[str, Any]:
+    return {
+        "artifact": None if found.manifest is None else _artifact(found.manifest),
+        "candidates": [
+            {
+                "digest": candidate.digest,
+                "differing": [
+                    {"field": f.field, "needed": f.left, "found": f.right}
+                    for f in candidate.differing
+                ],
+            }
+            for candidate in found.candidates
+        ],
+        "left_off": found.left_off,
     }
 
 
