@@ -451,7 +451,7 @@ async def test_an_object_store_holds_the_bytes_and_the_registry_serves_their_ran
             absent = await rest.get(f"/v1/blobs/sha256/{'0' * 64}")
             assert absent.status_code == 404
             wrong = await rest.put(f"/v1/blobs/sha256/{'0' * 64}", content=b"<html>no</html>")
-            assert wrong.status_code == 400 and "an HTML page" in wrong.text
+            assert wrong.status_code == 422 and "an HTML page" in wrong.text
     finally:
         await rpc.aclose()
         assert running.stop() == 0
