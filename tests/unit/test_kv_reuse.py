@@ -66,7 +66,7 @@ async def test_what_was_measured_is_taken_over_with_the_same_blocks(world: World
     assert first.counts == {("refused", "absent"): 1, ("published", "published"): 1}
     second, given, told = await life(world)
     assert told.startswith("KV size reused")
-    assert second.counts == {("reused", "before"): 1}
+    assert second.counts == {("reused", "registry"): 1}
     before, after = Engine(spec).account, Engine(given).account
     assert before.measured and not after.measured
     assert after.blocks == before.blocks

@@ -88,7 +88,7 @@ class KvReuse:
             for kind in found.kinds:
                 self._count("refused", kind)
             return spec, f"KV size to be measured: {'; '.join(found.reasons[:3])}"
-        self._count("reused", "before")
+        self._count("reused", "registry")
         kv_bytes = found.parts.kv
         text = f"KV size reused: {found.blocks} blocks, {kv_bytes} B, {self._digest}"
         return replace(spec, kv_reuse_bytes=kv_bytes), text
@@ -196,7 +196,7 @@ class KvReuse:
         return lines
 
 
-LABELS = {"reused": "measured", "refused": "reason", "published": "outcome"}
+LABELS = {"reused": "where", "refused": "reason", "published": "outcome"}
 
 
 def tag_of(fingerprint: Mapping[str, str]) -> str:
