@@ -10,6 +10,7 @@ import pytest
 
 from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
+from readyplane_agent.files import FileReader
 from tests.unit.agent_twins import Artifact, artifact
 
 
@@ -118,3 +119,81 @@ def test_files_are_shared_by_content(tmp_path: Path) -> None:
     cache.store(loaded(art))
     assert cache.holds(other.manifest)
     assert cache.store(loaded(other)) == 0
+
+
+def test_a_file_that_is_being_read_is_not_evicted(tmp_path: Path) -> None:
+    """B120: deferred while a reader has it open; once it is done the room is really there."""
+    first, second = artifact(seed=1), artifact(seed=2)
+    size = first.manifest.size_bytes
+    cache = WeightCache(tmp_path, bytes_max=size + size // 2)
+    cache.store(loaded(first))
+    reader = FileReader(cache.locate)
+    assert reader.lanes(first.manifest.files) > 0, "opens every file at once"
+    assert cache.store(loaded(second)) == 0
+    assert cache.holds(first.manifest)
+    reader.close()
+    assert cache.store(loaded(second)) > 0
+    assert not cache.holds(first.manifest) and cache.holds(second.manifest)
+
+
+def test_what_a_killed_writer_left_is_neither_kept_nor_counted(tmp_path: Path) -> None:
+    art = artifact()
+    cache = WeightCache(tmp_path, bytes_max=art.manifest.size_bytes)
+    left = tmp_path / ("f" * 64 + ".part")
+    left.write_bytes(bytes(art.manifest.size_bytes))
+    assert cache.store(loaded(art)) == art.manifest.size_bytes
+    assert not left.exists()
+
+
+def test_a_part_that_somebody_writes_counts_whole(tmp_path: Path) -> None:
+    art = artifact()
+    size = art.manifest.size_bytes
+    cache = WeightCache(tmp_path, bytes_max=size + 10)
+    (tmp_path / ("f" * 64 + ".part")).write_bytes(bytes(11))
+    with cache._lock_name("f" * 64) as mine:
+        assert mine
+        assert cache.store(loaded(art)) == 0
+    assert cache.store(loaded(art)) == size
+
+
+def test_who_waits_for_a_writer_that_dies_writes_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B116: a dead holder does not block, and leaves no hole either."""
+    art = artifact()
+    cache = WeightCache(tmp_path, bytes_max=2**30)
+    entry = art.manifest.files[0]
+    holding = cache._lock(entry)
+    assert holding.__enter__()
+    naps = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            holding.__exit__(None, None, None)  # as the end of its process does
+
+    monkeypatch.setattr(time, "sleep", nap)
+    assert cache.store(loaded(art)) == art.manifest.size_bytes
+    assert len(naps) == 3 and whole(cache, art)
+
+
+def test_bytes_are_on_the_disk_before_they_have_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    art = artifact(shards=1)
+    done: list[str] = []
+    real_sync, real_replace = os.fsync, Path.replace
+
+    def sync(fd: int) -> None:
+        done.append(os.path.realpath(f"/proc/self/fd/{fd}").rpartition("/")[2][-5:])
+        real_sync(fd)
+
+    def replace(self: Path, target: Path) -> Path:
+        done.append("rename")
+        return real_replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", replace)
+    WeightCache(tmp_path, bytes_max=2**30).store(loaded(art))
+    folder = tmp_path.name[-5:]
+    assert done == [".part", "rename", folder] * len(art.manifest.files)

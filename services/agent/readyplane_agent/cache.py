@@ -1,15 +1,21 @@
 """The node's weight cache (tier L2): files by content, shared by all workers of a node.
 
 Owns the folder; hands the loader places to read from. What lies under its final name was verified
-before it got there (B115) and is verified again whenever it is read (B117, B121): a machine that
-lost power may keep a name without the bytes. Several processes may write at once: one holds the
-file's lock and publishes by rename, the others skip; a killed one holds nothing (B116).
+before it got there (B115), was on the disk before it got its name, and is verified again whenever
+it is read (B117, B121). Several processes may write at once: one holds the file's lock and
+publishes by rename, the others wait for it within a bound; a killed one holds nothing (B116).
+
+A file that somebody reads is never evicted: readers hold a shared lock on it, the evictor asks for
+an exclusive one (B120). Both kinds of lock end with their process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +23,13 @@ from pathlib import Path
 from readyplane.core.identity import FileEntry, Manifest
 from readyplane_agent.arena import Arena
 
+log = logging.getLogger("agent.cache")
+
 PIECE_BYTES = 4 * 2**20
+PART = ".part"
+NAME_CHARS = 64
+WRITER_WAIT_S = 120.0
+WRITER_POLL_S = 0.1
 
 
 class WeightCache:
@@ -25,7 +37,8 @@ class WeightCache:
 
     Args:
         folder: shared by the workers of a node; made when missing.
-        bytes_max: most bytes kept; the least recently used files go first.
+        bytes_max: most bytes kept, files in the making counted whole; the least recently used
+            files go first, and never one that is being read.
     """
 
     def __init__(self, folder: Path, *, bytes_max: int) -> None:
@@ -63,13 +76,30 @@ class WeightCache:
         size = sum(entry.size_bytes for entry in wanted)
         if not wanted or arena.manifest.size_bytes > self._bytes_max:
             return 0
-        self._make_room(size, keep={self.locate(e).name for e in arena.manifest.files})
+        if not self._make_room(size, keep={self.locate(e).name for e in arena.manifest.files}):
+            log.warning("weight cache: what is left is being read; %d B are not cached", size)
+            return 0
         written = 0
+        others: list[FileEntry] = []
         for entry in wanted:
             with self._lock(entry) as mine:
-                if mine and not self._present(entry):
+                if not mine:
+                    others.append(entry)
+                elif not self._present(entry):
                     written += self._write(entry, arena.view(entry.path))
+        for entry in others:
+            written += self._after_another(entry, arena.view(entry.path))
         return written
+
+    def _after_another(self, entry: FileEntry, data: memoryview) -> int:
+        """Somebody else was writing it: theirs will do, or ours if they came to nothing."""
+        for _ in range(int(WRITER_WAIT_S / WRITER_POLL_S)):
+            with self._lock(entry) as mine:
+                if mine:
+                    return 0 if self._present(entry) else self._write(entry, data)
+            time.sleep(WRITER_POLL_S)
+        log.warning("weight cache: %s is still being written by another", self.locate(entry).name)
+        return 0
 
     def _present(self, entry: FileEntry) -> bool:
         try:
@@ -79,7 +109,13 @@ class WeightCache:
 
     @contextmanager
     def _lock(self, entry: FileEntry) -> Iterator[bool]:
-        path = self.folder / (self.locate(entry).name + ".lock")
+        with self._lock_name(self.locate(entry).name) as mine:
+            yield mine
+
+    @contextmanager
+    def _lock_name(self, name: str) -> Iterator[bool]:
+        """The right to write a content, among all processes of the node; False when taken."""
+        path = self.folder / f"{name}.lock"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -94,31 +130,74 @@ class WeightCache:
     def _write(self, entry: FileEntry, data: memoryview) -> int:
         # Under the lock the part file of a killed writer is ours to remove.
         final = self.locate(entry)
-        part = final.with_name(final.name + ".part")
+        part = final.with_name(final.name + PART)
         part.unlink(missing_ok=True)
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
         try:
+            with contextlib.suppress(OSError):
+                # Counted whole from now on, and a full disk is met at once; some cannot.
+                os.posix_fallocate(fd, 0, len(data))
             done = 0
             while done < len(data):
                 done += os.write(fd, data[done : done + PIECE_BYTES])
+            os.fsync(fd)
         except OSError:
             part.unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)
         part.replace(final)
+        self._sync_folder()
         return len(data)
 
-    def _make_room(self, size: int, *, keep: set[str]) -> None:
+    def _sync_folder(self) -> None:
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _make_room(self, size: int, *, keep: set[str]) -> bool:
+        """Evict until `size` more bytes fit, the longest unused first; False when they cannot."""
         found = []
+        total = 0
         for path in self.folder.iterdir():
-            if len(path.name) == 64:
+            try:
                 stat = path.stat()
+            except OSError:
+                continue  # another process has just evicted or published it
+            if path.name.endswith(PART):
+                total += self._part_bytes(path, stat)
+            elif len(path.name) == NAME_CHARS:
                 found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-        total = sum(item[1] for item in found)
+                total += stat.st_size
         for _, length, path in sorted(found):
             if total + size <= self._bytes_max:
-                return
-            if path.name not in keep:
-                path.unlink(missing_ok=True)
+                break
+            if path.name not in keep and _evict(path):
                 total -= length
+        return total + size <= self._bytes_max
+
+    def _part_bytes(self, path: Path, stat: os.stat_result) -> int:
+        """What a file in the making takes; what a killed writer has left is removed."""
+        with self._lock_name(path.name.removesuffix(PART)) as mine:
+            if mine:
+                path.unlink(missing_ok=True)
+                return 0
+        return stat.st_size
+
+
+def _evict(path: Path) -> bool:
+    """Remove a file unless somebody reads it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return not path.exists()
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True

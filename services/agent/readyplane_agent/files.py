@@ -8,7 +8,9 @@ hashed bytes in the memory it was given, or a `Fault` as a value; never judges c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -84,7 +86,7 @@ class ReadWays:
 
 
 class OpenFile:
-    """One file of the artifact, open for both ways of reading.
+    """One file of the artifact, open for both ways of reading; while it is, it is not evicted.
 
     Raises:
         OSError: it cannot be opened.
@@ -93,6 +95,8 @@ class OpenFile:
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a mount without locks has no evictor of ours either
+            fcntl.flock(self.buffered, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self.direct, self.no_direct = -1, ""
         self._pages: mmap.mmap | None = None
         self._base = 0
