@@ -3,8 +3,8 @@
 Prints `bench-transfer tcp_ratio= fanout_ratio= interference_ratio=` at the end.
 
 tcp_ratio: throughput of one load from one peer (`Loader`, `TransferServer`, chunks hashed by the
-receiver) over that of plain TCP streams of the same bytes that hash alike (one stream or four,
-whichever is faster), both into memory faulted in before; median over rounds in turns.
+receiver) over that of plain TCP streams of the same bytes that hash alike, both into memory faulted
+in before; medians over rounds in turns, against one stream and four, the worse of the two.
 fanout_ratio: seconds until eight starters have everything from one source over seconds of one, every
 agent's egress capped equally. interference_ratio: the source's time per output token, and the P99 of
 its KV transfers, with a push over without; the worse of the two (`bench.transfer_serving`).
@@ -168,21 +168,24 @@ async def against_plain(folder: Path, *, size_bytes: int, rounds: int) -> float:
     ):
         told = await source.answer()
         await reader.answer()
-        ratios: list[float] = []
+        ratios: dict[str, list[float]] = {"plain1": [], "plain4": []}
         for number in range(rounds + 1):
             reader.tell(f"round {told['plain']}")
             seen = await reader.answer()
-            ours, plain = seen["ours"]["seconds"], min(seen["plain1"], seen["plain4"])
+            ours = seen["ours"]["seconds"]
             assert sum(seen["ours"]["given"].values()) == size_bytes
             print(
                 f"  round {number}: ours {size_bytes / ours / 1e9:.2f} GB/s, plain streams "
                 f"{size_bytes / seen['plain1'] / 1e9:.2f} (1) and "
-                f"{size_bytes / seen['plain4'] / 1e9:.2f} (4), ratio {plain / ours:.2f}"
+                f"{size_bytes / seen['plain4'] / 1e9:.2f} (4)"
                 + ("" if number else " (to warm up, not counted)")
             )
-            if number:
-                ratios.append(plain / ours)
-        return statistics.median(ratios)
+            for kind, found in ratios.items():
+                if number:
+                    found.append(seen[kind] / ours)
+        medians = {kind: statistics.median(found) for kind, found in ratios.items()}
+        print(f"  of one stream {medians['plain1']:.2f}, of four {medians['plain4']:.2f}")
+        return min(medians.values())
 
 
 async def fan_out(
@@ -242,8 +245,8 @@ async def beside_serving(
             if arm == "push":
                 puller.tell("off")
                 await puller.answer()
-                rate = "no bound" if after["rate"] is None else f"{after['rate'] / 1e6:.0f} MB/s"
-                print(f"  window {number}: pace at its end {rate}, {after['why']}")
+                pace = "no bound" if after["rate"] is None else f"{after['rate'] / 1e6:.0f} MB/s"
+                print(f"  window {number}: pace at its end {pace}, {after['why']}")
     for arm, seen in arms.items():
         print(
             f"  {arm}: TPOT {seen.tpot_s * 1e3:.2f} ms, KV transfer P50 "

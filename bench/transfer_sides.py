@@ -114,10 +114,16 @@ class Agent:
 
     lives = 0
 
-    def __init__(self, name: str, options: argparse.Namespace, manifest: Manifest) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: argparse.Namespace,
+        manifest: Manifest,
+        registry: RegistryClient | None = None,
+    ) -> None:
         Agent.lives += 1
         self.name, self.manifest = name, manifest
-        self.registry = RegistryClient(options.registry)
+        self.registry = registry or RegistryClient(options.registry)
         self.settings = AgentSettings(
             worker_id=name,
             role=Role.DECODE,
@@ -174,6 +180,7 @@ class Agent:
         return {
             "seconds": CLOCK.monotonic_s() - begun_s,
             "given": given,
+            "reading": fetched.uses[-1].elapsed_s,
             "faults": list(fetched.faults),
         }
 
@@ -247,6 +254,8 @@ async def starter(options: argparse.Namespace, manifest: Manifest) -> None:
 async def versus(options: argparse.Namespace, manifest: Manifest) -> None:
     """Rounds of our way and of plain streams, in turns, each into memory faulted in before."""
     big = max(manifest.files, key=lambda f: f.size_bytes).path
+    client = RegistryClient(options.registry)  # an agent has one long before it loads
+    await client.get_manifest(manifest.digest)
     say(ready=True)
     while (order := await read_line()).startswith("round"):
         port = int(order.split()[1])
@@ -255,7 +264,8 @@ async def versus(options: argparse.Namespace, manifest: Manifest) -> None:
             arena = Arena(manifest)
             await prefault(arena)
             if kind == "ours":
-                result["ours"] = await Agent(options.name, options, manifest).load(arena)
+                agent = Agent(options.name, options, manifest, client)
+                result["ours"] = await agent.load(arena)
                 assert arena.complete
             else:
                 streams = int(kind.removeprefix("plain"))

@@ -3,12 +3,14 @@
 import asyncio
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from readyplane.core.errors import Unavailable
+from readyplane.ports import Transfer
 from readyplane_agent import loader as loader_module
 from readyplane_agent import ranges
 from readyplane_agent.arena import Arena
@@ -158,6 +160,23 @@ async def test_idle_peers_that_hold_everything_share_the_load() -> None:
     shares = given_by(fetched)
     assert sum(shares.values()) == art.manifest.size_bytes
     assert min(shares["peer:w1"], shares["peer:w2"]) > art.manifest.size_bytes / 4
+    arena.close()
+
+
+async def test_a_reader_keeps_to_the_rate_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R9.1: the registry says with the place how fast a source may be read."""
+    art, registry = artifact(floats=200_000), TwinRegistry()
+    original = registry.acquire_transfer
+
+    async def bounded(*args: Any, **more: Any) -> Transfer:
+        return replace(await original(*args, **more), bytes_per_s=2e6)
+
+    monkeypatch.setattr(registry, "acquire_transfer", bounded)
+    async with peer(art, "w1") as (_, _, one):
+        load, arena, plan = make(art, registry, one)
+        fetched = await load.run(plan)
+    slowest_s = (art.manifest.size_bytes - art.manifest.chunk_bytes) / 2e6
+    assert slowest_s <= fetched.elapsed_s < slowest_s + 2.0
     arena.close()
 
 

@@ -104,6 +104,7 @@ class Fanout:
                 self._changed.wait(WAIT_S)
                 return None
             arena.progress[found] = COMING
+            side.pay(arena.span(*arena.chunks[found])[1])
             self._taken += 1
             if self._taken % COMPACT_EVERY == 0:
                 self._order = [n for n in self._order if arena.progress[n] != VERIFIED]
@@ -147,7 +148,12 @@ class Fanout:
 
 @dataclass(slots=True, eq=False)
 class Side:
-    """`Todo` of one of several sources."""
+    """`Todo` of one of several sources.
+
+    Attributes:
+        held: what it was last known to hold. useful_s: when it last gave something.
+        draining: it has said that it leaves. bytes_per_s: how fast it may be read, 0 for no bound.
+    """
 
     fanout: Fanout
     source_id: str
@@ -155,6 +161,8 @@ class Side:
     held: Held
     useful_s: float
     draining: bool = False
+    bytes_per_s: float = 0.0
+    paid_until_s: float = 0.0
     asked_s: float = -1e9
     asking: threading.Lock = field(default_factory=threading.Lock)
 
@@ -167,9 +175,10 @@ class Side:
                 return None
             idle = self.now_s() - self.useful_s
             self._refresh(reader, HOLDINGS_IDLE_S if idle > HOLDINGS_IDLE_S else HOLDINGS_EVERY_S)
-            chunk = self.fanout.take(self)
-            if chunk is not None:
-                return chunk
+            if self._paid():
+                chunk = self.fanout.take(self)
+                if chunk is not None:
+                    return chunk
             if self.held.progress is not None and idle > STALL_S:
                 return None
         return None
@@ -182,6 +191,20 @@ class Side:
     def now_s(self) -> float:
         """The load's clock."""
         return self.fanout.now_s()
+
+    def _paid(self) -> bool:
+        """Whether the source may be asked now; waits a little where it may not."""
+        ahead_s = self.paid_until_s - self.now_s()
+        if self.bytes_per_s <= 0 or ahead_s <= 0:
+            return True
+        self.gone.wait(min(WAIT_S, ahead_s))
+        return False
+
+    def pay(self, size_bytes: int) -> None:
+        """Bytes were asked of the source."""
+        if self.bytes_per_s > 0:
+            begin_s = max(self.now_s(), self.paid_until_s)
+            self.paid_until_s = begin_s + size_bytes / self.bytes_per_s
 
     def _refresh(self, reader: RangeReader, every_s: float) -> None:
         """Ask a peer that still loads what it holds by now; one thread at a time."""

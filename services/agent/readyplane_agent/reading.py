@@ -52,11 +52,15 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A reader's place at a source; the same `request_id` renews it."""
+    """A reader's place at a source; the same `request_id` renews it.
+
+    `bytes_per_s` is how fast to read at most, so that serving is not harmed; 0 for no bound.
+    """
 
     request_id: str
     transfer_id: str
     ttl_s: float
+    bytes_per_s: float
 
 
 class Reading:
@@ -164,6 +168,7 @@ class Reading:
                 whole=not source.partial,
                 storage=not source.worker_id,
             )
+            side.bytes_per_s = place.bytes_per_s
         renewing = asyncio.create_task(self._keep(source, place, gone, side))
         start_s = self._clock.monotonic_s()
         try:
@@ -188,7 +193,7 @@ class Reading:
             # Of many that planned at once one gets the place, the others read behind it.
             readers_seen=source.readers if source.worker_id else None,
         )
-        return Place(request_id, got.transfer_id, got.ttl_s)
+        return Place(request_id, got.transfer_id, got.ttl_s, got.bytes_per_s)
 
     async def _keep(
         self, source: Source, place: Place, gone: threading.Event, side: Side | None
@@ -200,7 +205,9 @@ class Reading:
         while True:
             await self._clock.sleep(place.ttl_s / 3)
             try:
-                await self._acquire(source, place.request_id)
+                again = await self._acquire(source, place.request_id)
+                if side is not None:
+                    side.bytes_per_s = again.bytes_per_s
             except (NotFound, StaleEpoch):
                 if side is None or not side.draining:
                     gone.set()
