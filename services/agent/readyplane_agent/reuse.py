@@ -55,7 +55,8 @@ class Reuse:
             store,
             registry=registry,
             clock=clock,
-            reader=Reader(settings.worker_id, incarnation, settings.node),
+            # A reader beside that of the weights: one name for both would make their leases one.
+            reader=Reader(settings.worker_id, f"{incarnation}+reuse", settings.node),
             upload=upload,
             token=settings.token,
         )
