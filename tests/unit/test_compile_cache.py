@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from readyplane.core.compile_key import FACTORS, CompileFacts, Seen, known, unknown
-from readyplane.core.errors import Unavailable
+from readyplane.core.errors import Refused, Unavailable
 from readyplane.core.identity import FileEntry, Manifest
 from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
 from readyplane.core.worker import Role
@@ -244,6 +244,20 @@ async def test_a_registry_that_is_away_is_a_miss_and_the_node_keeps_the_code(
     assert cache.counts[("published", "failed")] == 1
     _, _, outcome = await world.life("n1")
     assert outcome.hit == "node"
+
+
+async def test_what_nobody_trusted_has_signed_is_not_taken(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.life("n1")
+
+    async def untrusted(*_: Any, **__: Any) -> Any:
+        raise Refused("trust in 'tiny'", ["no signature"])
+
+    monkeypatch.setattr(world.registry, "resolve_need", untrusted)
+    _, _, outcome = await world.life("n2")
+    assert outcome.miss == "refused"
+    assert "no signature" in outcome.detail
 
 
 def spoil(files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -54,8 +54,8 @@ class Outcome:
 
     Attributes:
         hit: `node` or `registry`; empty on a miss.
-        miss: `absent`, `differs`, `unknown`, `incomplete`, `corrupt`, `unreadable`, `unreachable`
-            or `late`; empty on a hit.
+        miss: `absent`, `differs`, `unknown`, `incomplete`, `corrupt`, `unreadable`, `refused` (by
+            the registry, for lack of trust), `unreachable` or `late`; empty on a hit.
         factors: the kinds of factors that differ or are not known, for a metric.
         detail: what a person needs to know.
     """

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from readyplane.core.compile_key import key_digest
-from readyplane.core.errors import NotFound, Unavailable
+from readyplane.core.errors import NotFound, Refused, Unavailable
 from readyplane.core.identity import ArtifactKind, FieldDifference, Manifest
 from readyplane.ports import Registry
 
@@ -21,7 +21,7 @@ class Nearest:
     """There is no such artifact.
 
     Attributes:
-        miss: `absent`, `differs` or `unreachable`. fields: left is needed, right is found.
+        miss: `absent`, `differs`, `refused` or `unreachable`. fields: left is needed, right is found.
     """
 
     miss: str
@@ -44,6 +44,8 @@ async def exact_artifact(
             continue
         except Unavailable as error:
             return Nearest("unreachable", detail=str(error))
+        except Refused as error:  # nobody trusted has signed it, or it is retired
+            return Nearest("refused", detail=str(error))
         if found.manifest is not None:
             return found.manifest
         if found.candidates:
