@@ -550,8 +550,7 @@ class Life:
         lines.append(
             f"readyplane_agent_start_unexplained_seconds{{{who}}} {path.unexplained_s:.6f}"
         )
-        lines.append("# TYPE readyplane_agent_peer_bytes_total counter")
-        lines.append(f"readyplane_agent_peer_bytes_total{{{who}}} {self.transfer.bytes_served}")
+        lines += self.transfer.counted(who)
         fetched = self.started.fetched
         given: dict[str, int] = {}
         faults: dict[tuple[str, str], int] = {}

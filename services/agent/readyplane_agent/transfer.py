@@ -170,6 +170,22 @@ class TransferServer:
             self._offering.close()
             self._offering = None
 
+    def counted(self, who: str) -> list[str]:
+        """Prometheus lines: what was given and refused, and the pace; `who` are the labels."""
+        lines = ["# TYPE readyplane_agent_peer_bytes_total counter"]
+        lines.append(f"readyplane_agent_peer_bytes_total{{{who}}} {self.bytes_served}")
+        lines.append("# TYPE readyplane_agent_peer_refusals_total counter")
+        for status, count in sorted(self.refused.items()):
+            lines.append(f'readyplane_agent_peer_refusals_total{{{who},status="{status}"}} {count}')
+        lines.append("# TYPE readyplane_agent_giving_paused gauge")
+        paused = int(self.pace.paused_s is not None)
+        lines.append(f"readyplane_agent_giving_paused{{{who}}} {paused}")
+        if math.isfinite(self.pace.bytes_per_s):
+            lines.append("# TYPE readyplane_agent_giving_bytes_per_second gauge")
+            rate = self.pace.bytes_per_s
+            lines.append(f"readyplane_agent_giving_bytes_per_second{{{who}}} {rate:.0f}")
+        return lines
+
     # ------------------------------------------------------------------- connections
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
