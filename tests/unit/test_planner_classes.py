@@ -6,6 +6,7 @@ import json
 import math
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from readyplane.core.errors import InvalidField, NotFound, UnknownField
 from readyplane.core.identity import ArtifactKind, Manifest
 from readyplane.core.startup import StartMode, StartQuantiles, StartSample, WeightTier
 from readyplane.core.worker import Role, WorkerState
-from readyplane.ports import FetchPlan, Order, RankedSource, Source
+from readyplane.ports import Order, Source, StartChoice, StartNode, StartPlacement
 from readyplane_lab.simulator.artifact import one_tensor_manifest
 from readyplane_planner.decide import POOLS, Memory, decide
 from readyplane_planner.decide.values import Denied
@@ -362,15 +363,18 @@ class Registry:
             )
         raise NotFound(kind, reference)
 
-    async def plan_fetch(
-        self, digest: str, *, worker_id: str, incarnation: str, node: str
-    ) -> FetchPlan:
+    async def place_start(
+        self, digest: str, *, nodes: Sequence[StartNode], starts: int = 1, layout_digest: str = ""
+    ) -> StartPlacement:
         self.asked += 1
-        if node == "far":
-            raise NotFound("source", digest)
-        tier, seconds = (WeightTier.L2_NVME, 2.0) if node == "n1" else (WeightTier.L4_OBJECT, 30.0)
-        source = Source("s", digest, tier, "http://127.0.0.1:1", node=node if node == "n1" else "")
-        return FetchPlan((RankedSource(source, seconds, "place 1"),))
+        near = Source("s", digest, WeightTier.L2_NVME, "file:///x", node="n1")
+        store = Source("s", digest, WeightTier.L4_OBJECT, "http://127.0.0.1:1")
+        assert {node.node for node in nodes} <= {"n1", "n2", "far"}
+        return StartPlacement(
+            (StartChoice("n1", near, 0.0, 2.0, 0.0, 2.0, "place 1"),),
+            (StartChoice("n2", store, 0.0, 30.0, 0.0, 30.0, "place 2"),),
+            ("node far: nobody gives the artifact",),
+        )
 
 
 async def test_the_registry_is_asked_seldom_and_for_what_may_be_chosen_only() -> None:

@@ -42,7 +42,7 @@ def peer(name: str, rate: float = GB, **fields: object) -> Candidate:
 
 def placed(nodes: list[StartNode], *candidates: Candidate, starts: int = 1) -> Placed:
     return place(
-        nodes, lambda _node: candidates, starts=starts, size_bytes=16 * GB,
+        nodes, candidates, starts=starts, size_bytes=16 * GB,
         chunk_bytes=4 * 2**20, layout_digest="", tiers={},
     )  # fmt: skip
 

@@ -6,13 +6,13 @@ workers exchange no KV with those of the revision before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from readyplane.core.errors import NotFound
 from readyplane.core.identity import ArtifactKind, Canary, FileEntry, Manifest, TensorEntry
 from readyplane.core.profile import ClassProfile
-from readyplane.ports import FetchPlan, RankedSource
+from readyplane.ports import FetchPlan, RankedSource, StartChoice, StartNode, StartPlacement
 
 
 class Artifacts:
@@ -70,6 +70,30 @@ class Artifacts:
         """See `ports.Registry`."""
         del worker_id, incarnation
         return FetchPlan(self.way(node, digest))
+
+    async def place_start(
+        self, digest: str, *, nodes: Sequence[StartNode], starts: int = 1, layout_digest: str = ""
+    ) -> StartPlacement:
+        """See `ports.Registry`; every node with its soonest way, the soonest node first."""
+        del starts, layout_digest
+        found: list[StartChoice] = []
+        excluded: list[str] = []
+        for node in nodes:
+            ways = self.way(node.node, digest)
+            if not ways:
+                excluded.append(f"node {node.node}: nobody gives the artifact")
+                continue
+            best = min(ways, key=lambda ranked: ranked.predicted_s)
+            init_s = node.runtime_init_s or 0.0
+            total_s = node.queue_s + best.predicted_s + init_s
+            found.append(
+                StartChoice(
+                    node.node, best.source, node.queue_s, best.predicted_s, init_s, total_s,
+                    best.why,
+                )
+            )  # fmt: skip
+        found.sort(key=lambda choice: (choice.total_s, choice.node))
+        return StartPlacement(tuple(found[:1]), tuple(found[1:]), tuple(excluded))
 
 
 def one_tensor_manifest(model: str, revision: int = 0) -> Manifest:

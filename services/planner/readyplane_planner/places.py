@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from readyplane.core.errors import ReadyplaneError
 from readyplane.core.identity import ArtifactKind, Manifest
 from readyplane.core.startup import StartMode
-from readyplane.ports import FetchPlan
+from readyplane.ports import StartChoice, StartNode, StartPlacement
 from readyplane_planner.decide import Plan
 from readyplane_planner.signals import NodeView
 
 log = logging.getLogger(__name__)
-
-ASKED_AT_ONCE = 8
-ASKER = "planner"
 
 
 class Resolver(Protocol):
@@ -33,10 +30,10 @@ class Resolver(Protocol):
         """By digest, tag or model name. Raises NotFound."""
         ...
 
-    async def plan_fetch(
-        self, digest: str, *, worker_id: str, incarnation: str, node: str
-    ) -> FetchPlan:
-        """Sources for one target, best first."""
+    async def place_start(
+        self, digest: str, *, nodes: Sequence[StartNode], starts: int = 1, layout_digest: str = ""
+    ) -> StartPlacement:
+        """Where to start next, over (node, source)."""
         ...
 
 
@@ -87,24 +84,23 @@ class Places:
         return tuple(found)
 
     async def _nodes(self, registry: Resolver, plan: Plan) -> tuple[NodeView, ...]:
-        places = asyncio.Semaphore(ASKED_AT_ONCE)
-
-        async def one(node: str) -> NodeView:
-            async with places:
-                try:
-                    ways = await registry.plan_fetch(
-                        plan.manifest_digest, worker_id=ASKER, incarnation=ASKER, node=node
-                    )
-                except ReadyplaneError as error:
-                    return NodeView(node, why=str(error))
-            return _view(node, ways)
-
-        return tuple(await asyncio.gather(*(one(n.name) for n in plan.nodes)))
+        """The best way to every node, as the registry ranks them over (node, source)."""
+        found = await registry.place_start(
+            plan.manifest_digest, nodes=[StartNode(node.name) for node in plan.nodes]
+        )
+        ways = {way.node: way for way in (*found.choices, *found.alternatives)}
+        return tuple(
+            _view(ways[node.name]) if node.name in ways else _unreached(node.name, found.excluded)
+            for node in plan.nodes
+        )
 
 
-def _view(node: str, ways: FetchPlan) -> NodeView:
-    if not ways.sources:
-        return NodeView(node, why="nobody gives the artifact")
-    best = min(ways.sources, key=lambda ranked: ranked.predicted_s)
-    source = best.source
-    return NodeView(node, best.predicted_s, str(source.tier), source.node, best.why)
+def _view(way: StartChoice) -> NodeView:
+    source = way.source
+    return NodeView(way.node, way.artifact_s, str(source.tier), source.node, way.why)
+
+
+def _unreached(node: str, excluded: Sequence[str]) -> NodeView:
+    mark = f"node {node}: "
+    told = [reason.removeprefix(mark) for reason in excluded if reason.startswith(mark)]
+    return NodeView(node, why=told[0] if told else "the registry ranks so many nodes only")

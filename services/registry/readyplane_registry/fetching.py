@@ -184,7 +184,7 @@ class Fetching:
         known = await self._known(manifest)
         found = placement.place(
             nodes,
-            lambda _node: known.candidates(table, table.whole),
+            known.candidates(table, table.whole),
             starts=starts,
             size_bytes=manifest.size_bytes,
             chunk_bytes=min(manifest.chunk_bytes, manifest.size_bytes),

@@ -13,7 +13,7 @@ for those after it. Handed to `fetching`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.startup import WeightTier
@@ -23,13 +23,13 @@ from readyplane_registry.sources import (
     Bandwidth,
     Candidate,
     Ranked,
+    Ranking,
     SourcePolicy,
     Target,
     rank,
 )
 
 STARTER = "start"
-ALTERNATIVES_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Placed:
 
 def place(
     nodes: Sequence[StartNode],
-    candidates: Callable[[StartNode], Sequence[Candidate]],
+    candidates: Sequence[Candidate],
     *,
     starts: int,
     size_bytes: int,
@@ -72,34 +72,34 @@ def place(
     """Place `starts` workers, one after another; the same facts give the same answer.
 
     Args:
-        candidates: the sources as they are for a target on that node.
+        candidates: the sources as they are for a target that needs everything.
     """
     known = [node.runtime_init_s for node in nodes if node.runtime_init_s is not None]
     usual_s = statistics.median(known) if known else None
     left = {node.node: node.places for node in nodes}
-    offered = {node.node: list(candidates(node)) for node in nodes}
     ahead: list[tuple[StartNode, Start, Candidate]] = []
     alternatives: tuple[Start, ...] = ()
     excluded: tuple[str, ...] = ()
     for number in range(1, starts + 1):
         best: list[Start] = []
         told: list[str] = []
+        rankings = _Rankings(
+            candidates, ahead, size_bytes=size_bytes, chunk_bytes=chunk_bytes,
+            layout_digest=layout_digest, tiers=tiers, policy=policy,
+        )  # fmt: skip
         for node in nodes:
             if left[node.node] <= 0:
                 told.append(f"node {node.node}: all of its places are given")
                 continue
-            found = _on(
-                node, _seen(offered[node.node], ahead, node), size_bytes=size_bytes,
-                chunk_bytes=chunk_bytes, layout_digest=layout_digest, tiers=tiers,
-                policy=policy, usual_s=usual_s,
-            )  # fmt: skip
-            if isinstance(found, Start):
-                best.append(found)
+            ranking = rankings.of(node)
+            if ranking.sources:
+                best.append(_start(node, ranking.sources[0], size_bytes, usual_s))
             else:
-                told += found
+                reasons = "; ".join(ranking.excluded) or "nobody gives the artifact"
+                told.append(f"node {node.node}: {reasons}")
         best.sort(key=lambda start: (start.total_s, start.node))
         if number == 1:
-            alternatives, excluded = tuple(best[1 : ALTERNATIVES_MAX + 1]), tuple(told)
+            alternatives, excluded = tuple(best[1:]), tuple(told)
         if not best:
             excluded = (*excluded, f"start {number} of {starts}: no node has a place and a source")
             break
@@ -110,24 +110,47 @@ def place(
     return Placed(tuple(start for _node, start, _as in ahead), alternatives, excluded)
 
 
-def _on(
-    node: StartNode,
-    candidates: Sequence[Candidate],
-    *,
-    size_bytes: int,
-    chunk_bytes: int,
-    layout_digest: str,
-    tiers: Mapping[WeightTier, Bandwidth],
-    policy: SourcePolicy,
-    usual_s: float | None,
-) -> Start | list[str]:
-    """A start on this node from its best source, or why there is none."""
-    target = Target("", "", node.node, node.rack, layout_digest, chunk_bytes)
-    ranking = rank(candidates, target=target, size_bytes=size_bytes, tiers=tiers, policy=policy)
-    if not ranking.sources:
-        reasons = "; ".join(ranking.excluded) or "nobody gives the artifact"
-        return [f"node {node.node}: {reasons}"]
-    ranked = ranking.sources[0]
+class _Rankings:
+    """The sources ranked for each node; nodes near no source share one ranking."""
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        ahead: Sequence[tuple[StartNode, Start, Candidate]],
+        *,
+        size_bytes: int,
+        chunk_bytes: int,
+        layout_digest: str,
+        tiers: Mapping[WeightTier, Bandwidth],
+        policy: SourcePolicy,
+    ) -> None:
+        self._candidates, self._ahead = candidates, ahead
+        self._size_bytes, self._chunk_bytes = size_bytes, chunk_bytes
+        self._layout_digest, self._tiers, self._policy = layout_digest, tiers, policy
+        everyone = [*candidates, *(source for _node, _start, source in ahead)]
+        self._nodes = {c.node for c in everyone}
+        self._racks = {c.rack for c in everyone}
+        self._known: dict[tuple[str, str, int], Ranking] = {}
+
+    def of(self, node: StartNode) -> Ranking:
+        """The ranking for a target on that node."""
+        place = node.node if node.node in self._nodes else ""
+        rack = node.rack if node.rack in self._racks else ""
+        earlier = sum(start.queue_s <= node.queue_s for _node, start, _source in self._ahead)
+        key = place, rack, earlier
+        if key not in self._known:
+            self._known[key] = rank(
+                _seen(self._candidates, self._ahead, node),
+                target=Target("", "", place, rack, self._layout_digest, self._chunk_bytes),
+                size_bytes=self._size_bytes,
+                tiers=self._tiers,
+                policy=self._policy,
+            )
+        return self._known[key]
+
+
+def _start(node: StartNode, ranked: Ranked, size_bytes: int, usual_s: float | None) -> Start:
+    """A start on this node from its best source, with the terms of its time."""
     artifact_s, source = ranked.predicted_s, ranked.candidate
     bound = ""
     if node.ingress_bytes_per_s > 0 and size_bytes / node.ingress_bytes_per_s > artifact_s:

@@ -391,12 +391,14 @@ def _without_late(placed: list[Ranked], policy: SourcePolicy) -> tuple[list[Rank
     """Leave out sources that still load and are waited for longer than storage would take."""
     stores = [r.predicted_s for r in placed if r.candidate.storage]
     limit_s = min(stores, default=math.inf) * policy.behind_storage_factor
-    kept = [r for r in placed if r.complete_in_s is None or r.predicted_s <= limit_s]
-    return kept, [
+    late = [r for r in placed if r.complete_in_s is not None and r.predicted_s > limit_s]
+    if not late:
+        return placed, []
+    names = {r.candidate.source_id for r in late}
+    return [r for r in placed if r.candidate.source_id not in names], [
         f"{r.candidate.source_id}: it still loads and would take {r.predicted_s:.2f} s, storage "
         f"{min(stores):.2f} s"
-        for r in placed
-        if r not in kept
+        for r in late
     ]
 
 
