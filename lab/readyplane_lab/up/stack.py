@@ -144,6 +144,7 @@ async def running_stack(
             args=("--policy", str(policy_file), *_policy_flags(options)),
         )
         gateway = services.plan("gateway", http_port=options.gateway_port)
+        gateway.environment["READYPLANE_ROUTER_PICKS"] = lean_addresses
         actuator = LocalActuator(
             table,
             WorkerPlace(
