@@ -260,7 +260,7 @@ def _read_manifest(document: object) -> Manifest:
     for name in ("schema", "kind", "model", "files"):
         if name not in doc:
             raise InvalidField(f"{where}.{name}", None, "give this field")
-    if doc["schema"] not in {SCHEMA, SCHEMA_SCALED}:
+    if doc["schema"] not in (SCHEMA, SCHEMA_SCALED):
         remedy = f"write {SCHEMA}, or {SCHEMA_SCALED} with scales or ranks of files"
         raise InvalidField(f"{where}.schema", doc["schema"], remedy)
     try:

@@ -152,13 +152,11 @@ class Resolving:
 
     async def _outlined(self, digests: Sequence[str]) -> dict[str, Manifest]:
         """Manifests without what no need asks for, kept: a need is compared with many of them."""
-        unknown = [digest for digest in digests if digest not in self._outlines]
-        if unknown:
-            records = await self._store.get_manifests(unknown)
-            for digest, record in records.items():
-                self._outlines[digest] = _outline(record)
-                await asyncio.sleep(0)  # documents of a large model take a while to read
-        found = {digest: self._outlines[digest] for digest in digests}
+        found = {d: self._outlines[d] for d in digests if d in self._outlines}
+        records = await self._store.get_manifests([d for d in digests if d not in found])
+        for digest, record in records.items():
+            found[digest] = self._outlines[digest] = _outline(record)
+            await asyncio.sleep(0)  # documents of a large model take a while to read
         while len(self._outlines) > OUTLINES_MAX:
             self._outlines.popitem(last=False)
         return found
