@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from readyplane.core.profile import LinkClass
-from readyplane.core.worker import Role
+from readyplane.core.work import EventKind
+from readyplane.core.worker import LoadReport, Role
 from readyplane_router.cuts import Cuts
 from readyplane_router.pair import PairPolicy
 from readyplane_router.rates import FACTOR_MAX, LINK_FACTOR_MAX, OWN_FACTOR_MAX, Correction, Rates
-from tests.router_world import seat
+from tests.router_world import MODEL, World, events, on_virtual_time, seat, shape
 
 FAR = LinkClass("far", 1e9, 0.01)
 NEAR = LinkClass("near", 2e9, 0.001)
@@ -140,3 +141,28 @@ def test_links_of_workers_that_are_gone_are_forgotten() -> None:
     assert links.now(now_s=0.0) == {"d2": frozenset({"p"})}
     links.forget("p")
     assert links.now(now_s=0.0) == {}
+
+
+def test_a_reading_from_before_a_prompt_ended_is_no_work_of_strangers() -> None:
+    """It would lengthen a queue that has just become shorter, and a class would look the quicker."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        worker = await world.worker(router, "p0", Role.PREFILL, renewing=False)
+        await world.worker(router, "d0", Role.DECODE)
+        p0 = next(s for s in router.desk(MODEL).seats.values() if s.worker_id == "p0")
+
+        async def told(waiting_tokens: int) -> int:
+            await worker.renew(load=LoadReport(waiting_prefill_tokens=waiting_tokens))
+            return p0.foreign_tokens
+
+        first = await router.route(shape("a", 160))
+        await router.route(shape("b", 320, first=5_000))
+        assert await told(480) == 0
+        await router.complete(events(first, EventKind.PREFILL_DONE))
+        assert p0.prefill_tokens == 320
+        assert await told(480) == 0, "read while the first one was there"
+        assert await told(480) == 160, "read again: somebody else's"
+        assert await told(320) == 0
+
+    on_virtual_time(main)

@@ -221,6 +221,7 @@ class Bookings:
         p.works[reservation_id] = terms.prefill_s
         p.work_s += terms.prefill_s
         p.prefill_tokens += uncached
+        p.prefill_tokens_most = max(p.prefill_tokens_most, p.prefill_tokens)
         d.sequences += 1
         d.decoding += 1
         d.assigned += 1

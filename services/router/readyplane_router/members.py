@@ -198,8 +198,10 @@ class Member:
         if load.running is not None:
             seat.foreign_sequences = max(0, load.running + (load.waiting or 0) - promised)
         if load.waiting_prefill_tokens is not None:
-            promised_tokens = seat.prefill_tokens + seat.other_tokens
+            # Read a while ago: what was prefilled since is in it, and was promised here.
+            promised_tokens = seat.prefill_tokens_most + seat.other_tokens
             seat.foreign_tokens = max(0, load.waiting_prefill_tokens - promised_tokens)
+            seat.prefill_tokens_most = seat.prefill_tokens
         if load.kv_used_blocks is not None:
             promised_blocks = seat.kv_blocks + seat.other_blocks
             seat.foreign_blocks = max(0, load.kv_used_blocks - promised_blocks)

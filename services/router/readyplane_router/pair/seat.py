@@ -82,6 +82,8 @@ class Seat:
         sequences, kv_tokens, kv_blocks: promised by this router (both stages).
         decoding: sequences for which it is the decode end. transfers, sending: KV on its way here,
             and from here.
+        prefill_tokens: promised here and not done; prefill_tokens_most: at most since the last
+            report.
         other_*: promised by other routers. foreign_*: what the engine reports beyond promises.
         assigned: requests that still need it, a prefill end until its KV has been read.
         lent: a decode worker that also takes prompts; lent_until_s: what it took must be made up for
@@ -111,6 +113,7 @@ class Seat:
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
     prefill_tokens: int = 0
+    prefill_tokens_most: int = 0
     sequences: int = 0
     decoding: int = 0
     kv_tokens: float = 0.0
