@@ -1,6 +1,7 @@
 """Several sources at once, sources that still load, leave or pause: whose chunk comes from where."""
 
 import asyncio
+import socket
 import threading
 from dataclasses import replace
 from typing import Any
@@ -217,6 +218,24 @@ async def test_a_source_that_drains_alone_lets_its_reader_finish() -> None:
         leaving.drain()
         fetched = await running
     assert given_by(fetched) == {"peer:w1": art.manifest.size_bytes}
+    arena.close()
+
+
+async def test_a_peer_that_hangs_is_left_for_the_missing_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R9.2: it takes connections and says nothing, as a stopped process does."""
+    monkeypatch.setattr(ranges, "RECEIVE_WAIT_S", 1.0)
+    monkeypatch.setattr(ranges, "SILENT_LIMIT_S", 0.5)
+    art = artifact()
+    with socket.create_server(("127.0.0.1", 0)) as door, serving(art.files) as store:
+        url = f"http://127.0.0.1:{door.getsockname()[1]}/v1/chunks/{art.manifest.digest}"
+        hung = source(url, "peer:w1", worker_id="w1", incarnation="w1-x")
+        load, arena, plan = make(art, TwinRegistry(), hung, source(store.url))
+        async with asyncio.timeout(5.0):
+            fetched = await load.run(plan)
+    assert fetched.faults[0].startswith("peer:w1: slow: ")
+    assert given_by(fetched)["storage:1"] == art.manifest.size_bytes
     arena.close()
 
 

@@ -99,7 +99,8 @@ class Fanout:
         arena = self._arena
         with self._changed:
             others = [s.held for s in self._sides.values() if s is not side and not s.draining]
-            found = next_chunk(self._order, arena.progress, side.held, others)
+            order = self._order if side.held.progress is None else side.ready
+            found = next_chunk(order, arena.progress, side.held, others)
             if found is None:
                 self._changed.wait(WAIT_S)
                 return None
@@ -108,6 +109,7 @@ class Fanout:
             self._taken += 1
             if self._taken % COMPACT_EVERY == 0:
                 self._order = [n for n in self._order if arena.progress[n] != VERIFIED]
+                side.ready = [n for n in side.ready if arena.progress[n] != VERIFIED]
             return arena.chunks[found]
 
     def done(self, side: Side, chunk: tuple[str, int], fault: Fault | None) -> None:
@@ -123,6 +125,21 @@ class Fanout:
                     known[number] = MISSING
                     side.held = Held(bytes(known), side.held.storage)
             self._changed.notify_all()
+
+    def learn(self, side: Side, progress: bytes) -> None:
+        """What a source that still loads holds by now."""
+        with self._changed:
+            before = side.held.progress
+            if before is None or progress.count(VERIFIED) == len(progress):
+                side.held = Held(None, side.held.storage)
+                return
+            ours = self._arena.progress
+            side.ready += [
+                n
+                for n, (old, new) in enumerate(zip(before, progress, strict=True))
+                if new != old and new == VERIFIED and ours[n] != VERIFIED
+            ]
+            side.held = Held(progress, side.held.storage)
 
     def others_hold(self, side: Side) -> bool:
         """Whether everything that is missing can be had from somebody else who stays."""
@@ -152,6 +169,7 @@ class Side:
 
     Attributes:
         held: what it was last known to hold. useful_s: when it last gave something.
+        ready: of a source that still loads, what it has verified and we had not, as it came.
         draining: it has said that it leaves. bytes_per_s: how fast it may be read, 0 for no bound.
     """
 
@@ -165,6 +183,7 @@ class Side:
     paid_until_s: float = 0.0
     asked_s: float = -1e9
     asking: threading.Lock = field(default_factory=threading.Lock)
+    ready: list[int] = field(default_factory=list)
 
     def take(self, reader: RangeReader) -> tuple[str, int] | None:
         """The next chunk; None when it has nothing more to give, stalls, or hands over."""
@@ -215,8 +234,7 @@ class Side:
         try:
             into = bytearray(len(self.held.progress))
             if reader.holdings(memoryview(into)) is None:
-                whole = into.count(VERIFIED) == len(into)
-                self.held = Held(None if whole else bytes(into), self.held.storage)
+                self.fanout.learn(self, bytes(into))
             self.asked_s = self.now_s()
         finally:
             self.asking.release()
