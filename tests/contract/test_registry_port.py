@@ -1,5 +1,6 @@
 """`ports.Registry` as its users see it: in process over memory, and over gRPC over real stores."""
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from readyplane.kit.clock import SystemClock
 from readyplane.kit.database import async_engine, migrate
 from readyplane.kit.redis import connect
 from readyplane.kit.rpc import Guard
+from readyplane.kit.signing import SigningKey
 from readyplane.ports import Registry, Source, StartNode
 from readyplane_registry import rpc
 from readyplane_registry.blob_files import FileBlobs
@@ -497,3 +499,61 @@ async def test_starts_are_placed_over_nodes_and_sources(world: World) -> None:
             await world.registry.place_start(digest, nodes=wrong)
     with pytest.raises(InvalidField, match="starts"):
         await world.registry.place_start(digest, nodes=nodes, starts=-1)
+
+
+# ----------------------------------------------------------- what is said of a manifest afterwards
+
+
+async def test_signatures_and_origins_are_told_with_the_manifest(
+    world: World, tmp_path: Path
+) -> None:
+    digest, other = await world.publish("signed"), await world.publish("signed")
+    key = SigningKey.new(tmp_path / "k.pem")
+    envelope = key.envelope(digest)
+    sign = world.registry.sign_manifest
+    assert await sign(digest, public_key=key.public_key, envelope=envelope)
+    assert not await sign(digest, public_key=key.public_key, envelope=envelope)
+    for wrong in ("{}", key.envelope(other), envelope.replace('"sig":"', '"sig":"AAAA')):
+        with pytest.raises(InvalidField):
+            await sign(digest, public_key=key.public_key, envelope=wrong)
+    with pytest.raises(InvalidField):
+        await sign(digest, public_key=b"short", envelope=envelope)
+    with pytest.raises(NotFound):
+        await sign(UNKNOWN, public_key=key.public_key, envelope=key.envelope(UNKNOWN))
+    await world.registry.record_origin(digest, {"ref": "main", "commit": "1" * 40})
+    for bad in (
+        {"": "x"},
+        {"x": ""},
+        {"x": "a\nb"},
+        {"x": "y" * 501},
+        {str(n): "x" for n in range(17)},
+    ):
+        with pytest.raises(InvalidField):
+            await world.registry.record_origin(digest, bad)
+    trail = await world.registry.trail(digest)
+    (held,) = trail.signatures
+    assert (held.key_id, held.public_key, held.envelope) == (key.key_id, key.public_key, envelope)
+    assert trail.origin == {"ref": "main", "commit": "1" * 40} and not trail.retired
+    assert (await world.registry.trail(other)).signatures == ()
+    with pytest.raises(NotFound):
+        await world.registry.trail(UNKNOWN)
+
+
+async def test_uploads_are_held_where_bytes_are_collected(world: World) -> None:
+    assert await world.registry.hold_upload("up", [sha256(b"x")]) == 0.0, "nothing collects here"
+    assert await world.registry.hold_upload("up", (), release=True) == 0.0
+
+
+async def test_of_two_publishers_of_one_tag_exactly_one_wins(world: World) -> None:
+    """Each publishes and points the same tag, from where both have seen it."""
+    held = ""
+    for round_ in range(6):
+        mine, other = await world.publish("two"), await world.publish("two")
+        answers = await asyncio.gather(
+            *(world.registry.set_tag("two/prod", d, expected_digest=held) for d in (mine, other)),
+            return_exceptions=True,
+        )
+        assert sum(isinstance(a, Conflict) for a in answers) == 1, answers
+        history = await world.registry.list_tags("two/prod")
+        assert len(history) == round_ + 1
+        held = history[0].digest
