@@ -312,6 +312,8 @@ def test_the_command_line_of_vllm(tmp_path: Path) -> None:
     env = vllm.environment(spec(tmp_path, compile_cache_dir=tmp_path), side_channel_port=5600)
     assert env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
     assert env["VLLM_CACHE_ROOT"] == str(tmp_path)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert env[name].startswith(f"{tmp_path}/"), "all that is compiled lies in one folder"
 
 
 async def test_a_missing_vllm_is_one_clear_error(
@@ -325,6 +327,29 @@ async def test_a_missing_vllm_is_one_clear_error(
     with pytest.raises(Unavailable, match="program 'vllm' is not on PATH"):
         await engine.wait_ready(stall_s=10)
     await engine.stop()
+
+
+async def test_what_vllm_is_told_does_not_depend_on_the_workers_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keys its compile cache by the model's path: two workers have to give the same (B139)."""
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "told $1 $2 in $(pwd)"\nexec sleep 60\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    for name in ("w1", "w2"):
+        work = tmp_path / name
+        work.mkdir()
+        engine = engine_for("vllm", clock=SystemClock())
+        await engine.start(spec(work, wait_weights=False))
+        try:
+            async with asyncio.timeout(10):
+                while "told" not in engine.log_tail():
+                    await asyncio.sleep(0.02)
+            assert engine.log_tail() == f"told serve files in {work}"
+        finally:
+            await engine.stop()
 
 
 async def test_a_child_ends_by_signal_then_by_force(tmp_path: Path) -> None:

@@ -46,9 +46,14 @@ class EngineProcess:
         return 0 if self._process is None else self._process.pid
 
     async def start(
-        self, command: Sequence[str], *, log_path: Path, environment: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        *,
+        log_path: Path,
+        environment: Mapping[str, str],
+        folder: Path | None = None,
     ) -> None:
-        """Start it. Raises Unavailable when the program is not there or cannot be run."""
+        """Start it in a folder. Raises Unavailable when the program is not there or cannot be run."""
         found = shutil.which(command[0])
         if found is None:
             raise Unavailable(
@@ -60,11 +65,12 @@ class EngineProcess:
             with log_path.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())),
-                    *(found, *command[1:]),
+                    *(str(Path(found).absolute()), *command[1:]),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env={**os.environ, **environment},
+                    cwd=folder,
                     start_new_session=True,
                 )
         except OSError as error:

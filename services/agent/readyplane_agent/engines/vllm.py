@@ -69,7 +69,10 @@ def environment(spec: EngineSpec, *, side_channel_port: int) -> dict[str, str]:
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
     }
     if spec.compile_cache_dir is not None:
+        # One folder for all that is compiled: what lies outside of it would not be there next time.
         found["VLLM_CACHE_ROOT"] = str(spec.compile_cache_dir)
+        found["TORCHINDUCTOR_CACHE_DIR"] = str(spec.compile_cache_dir / "torchinductor")
+        found["TRITON_CACHE_DIR"] = str(spec.compile_cache_dir / "triton")
     return {**found, **spec.environment}
 
 
@@ -109,11 +112,12 @@ class VllmEngine(AttachedEngine):
         self._events = (f"tcp://{spec.host}:{ports[1]}", f"tcp://{spec.host}:{ports[2]}")
         self._began_s = self._clock.monotonic_s()
         await self._child.start(
-            command(
-                spec, model_dir=spec.work_dir / "files", port=ports[0], ports=(ports[1], ports[2])
-            ),
+            # vLLM hashes the model's path into the key of its compile cache: one that begins at the
+            # worker's own folder would find nothing that another worker has compiled.
+            command(spec, model_dir=Path("files"), port=ports[0], ports=(ports[1], ports[2])),
             log_path=spec.log_path,
             environment=environment(spec, side_channel_port=ports[3]),
+            folder=spec.work_dir,
         )
 
     async def wait_ready(self, *, stall_s: float = 60.0, limit_s: float = 1800.0) -> None:
