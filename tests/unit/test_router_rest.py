@@ -141,3 +141,24 @@ def test_workers_of_an_unknown_model_are_no_empty_list() -> None:
         assert router.other_refused == 0, "nobody was refused a request"
 
     on_virtual_time(main)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", True),
+        ("isl", True),
+        ("priority", False),
+        ("max_tokens", "64"),
+        ("token_ids", [5, True]),
+        ("slo", {"ttft_s": True, "tpot_s": 0.1}),
+    ],
+)
+def test_what_is_no_number_is_a_wrong_field(field: str, value: Any) -> None:
+    async def main(world: World) -> None:
+        caller = Caller(await world.router(), world)
+        answer = await caller.post("/v1/route", json.dumps({**BODY, field: value}).encode())
+        assert (caller.status, answer["error"]["reason"]) == (422, "InvalidField")
+        assert field in answer["error"]["field"]
+
+    on_virtual_time(main)

@@ -27,6 +27,11 @@ TOKENS_MAX = 2_000_000
 Model = Annotated[str, Query(description="empty for all")]
 
 
+# JSON's own numbers: neither true nor "5" is one.
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -34,8 +39,8 @@ class _Body(BaseModel):
 class SloBody(_Body):
     """Targets of one request."""
 
-    ttft_s: float = Field(gt=0, description="seconds to the first token")
-    tpot_s: float = Field(gt=0, description="seconds per later token")
+    ttft_s: Number = Field(gt=0, description="seconds to the first token")
+    tpot_s: Number = Field(gt=0, description="seconds per later token")
 
 
 class RouteBody(_Body):
@@ -43,13 +48,13 @@ class RouteBody(_Body):
 
     request_id: str = Field(min_length=1, max_length=200)
     model: str = Field(min_length=1)
-    token_ids: list[int] = Field(default_factory=list, max_length=TOKENS_MAX)
-    block_hashes: list[Annotated[int, Field(ge=0, lt=2**64)]] = Field(
+    token_ids: list[Whole] = Field(default_factory=list, max_length=TOKENS_MAX)
+    block_hashes: list[Annotated[Whole, Field(ge=0, lt=2**64)]] = Field(
         default_factory=list, max_length=TOKENS_MAX
     )
-    isl: int | None = Field(None, description="prompt tokens; not needed with token_ids")
-    max_tokens: int | None = None
-    priority: int = 0
+    isl: Whole | None = Field(None, description="prompt tokens; not needed with token_ids")
+    max_tokens: Whole | None = None
+    priority: Whole = 0
     tenant: str = ""
     slo: SloBody | None = None
     lora: str = ""
@@ -88,10 +93,10 @@ class EventBody(_Body):
 
     reservation_id: str
     kind: EventKind
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    output_tokens: int = Field(0, ge=0)
-    cached_tokens: int | None = None
+    ttft_s: Number | None = None
+    tpot_s: Number | None = None
+    output_tokens: Whole = Field(0, ge=0)
+    cached_tokens: Whole | None = None
     failed_worker_id: str = ""
     attained: bool | None = None
     detail: str = ""
@@ -106,18 +111,18 @@ class CompleteBody(_Body):
 class DrainBody(_Body):
     """Why and how long a worker may take to drain."""
 
-    epoch: int = Field(0, ge=0, description="0: whatever incarnation lives now")
+    epoch: Whole = Field(0, ge=0, description="0: whatever incarnation lives now")
     reason: str = ""
-    deadline_s: float = Field(300.0, gt=0, le=86_400)
+    deadline_s: Number = Field(300.0, gt=0, le=86_400)
     scale_decision_id: str = ""
 
 
 class ActivateBody(_Body):
     """Why, and for how long the word is given."""
 
-    epoch: int = Field(0, ge=0, description="0: whatever incarnation lives now")
+    epoch: Whole = Field(0, ge=0, description="0: whatever incarnation lives now")
     reason: str = ""
-    deadline_s: float = Field(60.0, gt=0, le=86_400)
+    deadline_s: Number = Field(60.0, gt=0, le=86_400)
     scale_decision_id: str = ""
 
 
@@ -131,11 +136,11 @@ class RationBody(_Body):
     """Who is refused, and for how long; a share of 1 ends it."""
 
     model: str = Field(min_length=1)
-    priority: int = Field(description="less important requests are refused")
-    admit_share: float = Field(0.0, ge=0, le=1, description="of that priority's prompt tokens")
-    ttl_s: float = Field(60.0, gt=0, le=1_000)
+    priority: Whole = Field(description="less important requests are refused")
+    admit_share: Number = Field(0.0, ge=0, le=1, description="of that priority's prompt tokens")
+    ttl_s: Number = Field(60.0, gt=0, le=1_000)
     reason: str = Field("by hand", max_length=500)
-    retry_after_s: float = Field(0.0, ge=0, le=86_400, description="0: when the order ends")
+    retry_after_s: Number = Field(0.0, ge=0, le=86_400, description="0: when the order ends")
 
 
 def routes(service: RouterService, clock: Clock) -> APIRouter:
