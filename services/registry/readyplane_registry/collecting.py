@@ -9,6 +9,7 @@ A live store that cannot be asked ends a collection before it begins: not known 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -116,6 +117,7 @@ class Collecting:
         self._policy, self._hold_ttl_s = policy or RetentionPolicy(), hold_ttl_s
         self._tally = tally or NoTally()
         self._used_s: dict[str, float] = {}
+        self._noting: set[asyncio.Task[None]] = set()
         self._collecting = False
 
     # ------------------------------------------------------------------------- holds and uses
@@ -149,10 +151,11 @@ class Collecting:
         finally:
             await self.hold_upload(upload_id, (), release=True)
 
-    async def note_use(self, digest: str) -> None:
+    def note_use(self, digest: str) -> None:
         """A worker needs this manifest now; told to the store once in `USE_EVERY_S` at most.
 
-        Bytes outlive their last use by a grace far longer than that.
+        Beside the answer to the worker: no start waits for what only collection reads. Bytes
+        outlive their last use by a grace that is never shorter than `USE_EVERY_S`.
         """
         now_s = self._clock.monotonic_s()
         if self._used_s.get(digest, -USE_EVERY_S) + USE_EVERY_S > now_s:
@@ -160,10 +163,15 @@ class Collecting:
         if len(self._used_s) >= USES_MAX:
             self._used_s.clear()
         self._used_s[digest] = now_s
+        task = asyncio.get_running_loop().create_task(self._noted(digest, self._clock.wall_s()))
+        self._noting.add(task)
+        task.add_done_callback(self._noting.discard)
+
+    async def _noted(self, digest: str, used_s: float) -> None:
         try:
-            await self._keeping.note_uses([digest], now_s=self._clock.wall_s())
-        except ReadyplaneError as error:  # a start is not held up by what only collection reads
-            del self._used_s[digest]
+            await self._keeping.note_uses([digest], now_s=used_s)
+        except ReadyplaneError as error:  # the next renewal of the reader tells it again
+            self._used_s.pop(digest, None)
             self._tally.count("degraded", what="use")
             log.warning("use not noted", extra={"digest": digest, "why": str(error)})
 
@@ -214,6 +222,7 @@ class Collecting:
 
     async def _collect(self, *, dry_run: bool) -> Collected:
         await self._live.count()
+        await asyncio.gather(*self._noting)
         now_s = self._clock.wall_s()
         found = retention(await self._keeping.facts(), now_s=now_s, policy=self._policy)
         retired: list[str] = []

@@ -385,9 +385,9 @@ class RegistryService:
             raise Unsupported("collection", "ask a registry that stores bytes")
         return self._collecting
 
-    async def _note_use(self, digest: str) -> None:
+    def _note_use(self, digest: str) -> None:
         if self._collecting is not None:
-            await self._collecting.note_use(digest)
+            self._collecting.note_use(digest)
 
     # ------------------------------------------------------------------- sources and transfers
 
@@ -419,7 +419,7 @@ class RegistryService:
         layout_digest: str = "",
     ) -> FetchPlan:
         """See `Fetching.plan`."""
-        await self._note_use(digest)
+        self._note_use(digest)
         return await self._fetching.plan(
             digest,
             worker_id=worker_id,
@@ -451,7 +451,7 @@ class RegistryService:
         readers_seen: int | None = None,
     ) -> Transfer:
         """See `Fetching.acquire`."""
-        await self._note_use(digest)
+        self._note_use(digest)
         return await self._fetching.acquire(
             source_id,
             digest,
