@@ -50,7 +50,8 @@ FACTORS: Final = (
     "captured_shapes",
     "speculative",
 )
-_PATH = re.compile(r"(?:^|[=:,;\s\"'])(?:~|\.{1,2})?/[^/\s]")
+# At the beginning, after what separates words, or glued to a compiler's flag (`-I/x`).
+_PATH = re.compile(r"(?:^|[=:,;\s\"']|-(?:I|L|B|F|isystem))(?:~|\.{1,2})?/[^/\s]")
 
 
 @dataclass(frozen=True, slots=True)

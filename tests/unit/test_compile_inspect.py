@@ -183,7 +183,9 @@ def test_a_folder_counts_by_its_files(tmp_path: Path) -> None:
     (tmp_path / "b" / "tuned.json").write_text("{1}")
     assert content_digest(str(tmp_path / "a")) != content_digest(str(tmp_path / "b"))
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    for text in ("not a path", str(tmp_path / "none"), f"x={tmp_path}", str(tmp_path / "link")):
+    assert content_digest(str(tmp_path / "link")) == content_digest(str(tmp_path / "a"))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for text in ("not a path", str(tmp_path / "none"), f"x={tmp_path}", str(tmp_path / "loop")):
         assert content_digest(text) == ""
 
 

@@ -70,6 +70,8 @@ def test_a_path_counts_by_what_lies_there() -> None:
         ("a=/b/c", True),
         ("x:/y", True),
         ('{"a": "/b"}', True),
+        ("-O2 -I/opt/x", True),
+        ("-isystem/opt/x", True),
         ("modelled/1", False),
         ("org/model", False),
         ("tcp://host", False),

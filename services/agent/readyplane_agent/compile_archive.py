@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ LAYOUT = "compile-archive/1"
 ARCHIVE, INDEX = "archive.zst", "index.json"
 FILES_MAX = 100_000
 UNPACKED_BYTES_MAX = 16 * 2**30
+ARCHIVE_BYTES_MAX = 4 * 2**30
 INDEX_BYTES_MAX = 64 * 2**20
 WINDOW_BYTES_MAX = 128 * 2**20
 PIECE_BYTES = 2**20
@@ -206,7 +208,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 # --------------------------------------------------------------------------------------- unpacking
 
 
-def unpack(archive: bytes | memoryview, index: Index, folder: Path) -> None:
+def unpack(archive: bytes | mmap, index: Index, folder: Path) -> None:
     """Lay an archive's files into a folder that is new, every one verified and on disk. Blocking.
 
     Raises:
@@ -217,7 +219,7 @@ def unpack(archive: bytes | memoryview, index: Index, folder: Path) -> None:
 
     opener = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
     try:
-        with opener.stream_reader(archive) as source:
+        with opener.stream_reader(memoryview(archive)) as source:
             for entry in index.files:
                 _write_verified(source, entry, folder / entry.path)
             if source.read(1):

@@ -33,7 +33,7 @@ from readyplane.core.resolution import withdrawn_tag
 from readyplane.core.startup import Segment, SegmentName, StartMode
 from readyplane.kit.clock import Clock
 from readyplane.ports import Registry
-from readyplane_agent.compile_archive import ARCHIVE, INDEX, read_index
+from readyplane_agent.compile_archive import ARCHIVE, ARCHIVE_BYTES_MAX, INDEX, read_index
 from readyplane_agent.compile_store import CompileStore, Taken
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.exact_artifact import Nearest, exact_artifact
@@ -55,7 +55,7 @@ class Outcome:
     Attributes:
         hit: `node` or `registry`; empty on a miss.
         miss: `absent`, `differs`, `unknown`, `incomplete`, `corrupt`, `unreadable`, `refused` (by
-            the registry, for lack of trust), `unreachable` or `late`; empty on a hit.
+            the registry for lack of trust, or too large), `unreachable` or `late`; empty on a hit.
         factors: the kinds of factors that differ or are not known, for a metric.
         detail: what a person needs to know.
     """
@@ -168,6 +168,8 @@ class CompileCache:
 
     async def _fetched(self, spec: EngineSpec, key: CompileKey, found: Manifest) -> Outcome:
         """Bring an artifact to the node and to the engine; what is not as it says is withdrawn."""
+        if found.size_bytes > ARCHIVE_BYTES_MAX:
+            return Outcome(miss="refused", detail=f"{found.digest} has {found.size_bytes} B")
         try:
             files = await self._bytes.fetch(found)
         except Unavailable as error:

@@ -313,11 +313,12 @@ def python_here() -> str:
 def content_digest(text: str) -> str:
     """Digest of what lies at a path, files by their names in it; empty when that cannot be said."""
     path = Path(text).expanduser() if names_path(text) else None
-    if path is None or not path.is_absolute() or path.is_symlink():
+    if path is None or not path.is_absolute():
         return ""
     found: dict[str, Any] = {}
     total = 0
     try:
+        path = path.resolve()  # a compiler's name is a link more often than not
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
         if not files or len(files) > CONTENT_FILES_MAX:
             return ""
@@ -327,6 +328,6 @@ def content_digest(text: str) -> str:
                 return ""
             name = file.relative_to(path).as_posix() if file != path else ""
             found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
+    except (OSError, RuntimeError):  # unreadable, or a link that leads to itself
         return ""
     return digest_of(found)

@@ -8,9 +8,11 @@ named is the one that everybody uses. Implements `compile_cache.Bytes`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections.abc import Mapping
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,7 +28,7 @@ from readyplane.core.identity import (
 from readyplane.kit.clock import Clock
 from readyplane.ports import FetchPlan, Registry
 from readyplane_agent.arena import Arena
-from readyplane_agent.compile_archive import ARCHIVE, INDEX, LAYOUT, Index, pack
+from readyplane_agent.compile_archive import ARCHIVE, ARCHIVE_BYTES_MAX, INDEX, LAYOUT, Index, pack
 from readyplane_agent.compile_cache import tag_of
 from readyplane_agent.compile_store import CompileStore
 from readyplane_agent.engines.port import EngineSpec
@@ -124,7 +126,16 @@ class CompileBytes:
             archive.unlink(missing_ok=True)
 
     def _install(self, archive: Path, index: Index, key: CompileKey) -> None:
-        self._store.install(archive.read_bytes(), index, wanted=key.factors)
+        size = archive.stat().st_size
+        if size > ARCHIVE_BYTES_MAX:
+            raise InvalidField("compile cache", f"{size} B", f"stay below {ARCHIVE_BYTES_MAX}")
+        with archive.open("rb") as file:
+            packed = mmap(file.fileno(), 0, access=ACCESS_READ)
+            try:
+                self._store.install(packed, index, wanted=key.factors)
+            finally:
+                with contextlib.suppress(BufferError):  # an error still holds a view of it
+                    packed.close()
 
     async def _send(
         self, archive: Path, index: Index, key: CompileKey, about: Manifest

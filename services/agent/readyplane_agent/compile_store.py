@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 
 from readyplane.core.compile_key import differences, key_digest
@@ -131,9 +132,7 @@ class CompileStore:
 
     # ---------------------------------------------------------------------------------- writing
 
-    def install(
-        self, archive: bytes | memoryview, index: Index, *, wanted: Mapping[str, str]
-    ) -> bool:
+    def install(self, archive: bytes | mmap, index: Index, *, wanted: Mapping[str, str]) -> bool:
         """Bring an entry in; False when somebody else has brought it in already. Blocking.
 
         Raises:
