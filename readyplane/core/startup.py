@@ -13,12 +13,13 @@ from itertools import pairwise
 
 
 class SegmentName(StrEnum):
-    """The segments of R6.1, in their usual order."""
+    """The segments of R6.1 and the arena's memory, in their usual order."""
 
     SCHEDULE = "schedule"
     IMAGE = "image"
     RUNTIME_IMPORT = "runtime_import"
     ARTIFACT_DISCOVERY = "artifact_discovery"
+    ARENA_PREFAULT = "arena_prefault"
     WEIGHT_READ = "weight_read"
     WEIGHT_TRANSFER = "weight_transfer"
     WEIGHT_DESERIALIZE = "weight_deserialize"

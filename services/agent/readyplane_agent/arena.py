@@ -37,15 +37,7 @@ class Arena:
 
     def __init__(self, manifest: Manifest, memory: ArenaMemory | None = None) -> None:
         self.manifest = manifest
-        layout = arena_layout(manifest)
-        offsets = dict(layout.file_offsets)
-        end = layout.size_bytes
-        for entry in manifest.files:
-            if entry.path not in offsets:
-                offsets[entry.path] = end
-                end += -(-entry.size_bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
-        self.offsets: Mapping[str, int] = offsets
-        self.size_bytes = max(end, ARENA_ALIGN_BYTES)
+        self.offsets, self.size_bytes = _places(manifest)
         self._entries = {entry.path: entry for entry in manifest.files}
         self.chunks: tuple[tuple[str, int], ...] = tuple(
             (entry.path, index) for entry in manifest.files for index in range(len(entry.chunks))
@@ -157,6 +149,23 @@ class Arena:
     def close(self) -> None:
         """Give the memory back (to the kernel once the engine is gone too). Idempotent."""
         self.memory.close()
+
+
+def arena_bytes(manifest: Manifest) -> int:
+    """How much memory the arena of a manifest takes."""
+    return _places(manifest)[1]
+
+
+def _places(manifest: Manifest) -> tuple[Mapping[str, int], int]:
+    """(offset of each file, length of the arena): weights as the engine sees them, then the rest."""
+    layout = arena_layout(manifest)
+    offsets = dict(layout.file_offsets)
+    end = layout.size_bytes
+    for entry in manifest.files:
+        if entry.path not in offsets:
+            offsets[entry.path] = end
+            end += -(-entry.size_bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
+    return offsets, max(end, ARENA_ALIGN_BYTES)
 
 
 async def prefault(arena: Arena, *, stop: Callable[[], bool] = lambda: False) -> float:

@@ -56,6 +56,7 @@ class ArenaMemory:
 
     Args:
         size_bytes: length of the memory file.
+        fd: the file, which is ours from now on; a new one without a name if none is given.
 
     Attributes:
         view: all of it. faulted: what `prefault` has done so far.
@@ -64,7 +65,7 @@ class ArenaMemory:
         Unavailable: the machine has not that much memory.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, *, fd: int | None = None) -> None:
         self.size_bytes = size_bytes
         self.sealed = False
         self.faulted = Faulted()
@@ -72,7 +73,9 @@ class ArenaMemory:
         self._parts = bytearray(-(-size_bytes // HUGE_BYTES))
         self._left = len(self._parts)
         self._cannot = False
-        self.fd = os.memfd_create("readyplane-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if fd is None:
+            fd = os.memfd_create("readyplane-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = fd
         try:
             os.ftruncate(self.fd, size_bytes)
             self._map = _aligned(self.fd, size_bytes)
@@ -174,15 +177,18 @@ class ArenaMemory:
         self.view.release()
         self._map.close()
         self._stop_faulting()
+        self._protect()
+        self._map = mmap.mmap(self.fd, self.size_bytes, prot=mmap.PROT_READ)
+        self.view = memoryview(self._map)
+        self.sealed = True
+
+    def _protect(self) -> None:
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             raise Unavailable(
                 f"the arena cannot be sealed ({error})", "keep no writable map of it"
             ) from error
-        self._map = mmap.mmap(self.fd, self.size_bytes, prot=mmap.PROT_READ)
-        self.view = memoryview(self._map)
-        self.sealed = True
 
     def _stop_faulting(self) -> None:
         """Nothing is faulted in any more, and nobody is at it: the map is about to go."""

@@ -46,6 +46,8 @@ HELP: Mapping[str, str] = {
     "cache_dir": "node's weight cache, shared by its workers (tier L2)",
     "cache_bytes_max": "most bytes the weight cache keeps",
     "compile_bytes_max": "most bytes of compiled code kept beside the weight cache",
+    "pool_dir": "node's pool of arenas in shared memory, kept across restarts (tier L1)",
+    "pool_bytes_max": "most bytes of all arenas of the pool, in use or not",
     "staging_bytes": "most bytes read and not yet verified at once",
     "read_connections": "connections to one source at once",
     "transfer_readers_max": "peers that may read our weights at once",
@@ -93,6 +95,8 @@ class AgentSettings:
     cache_dir: Path | None = None
     cache_bytes_max: int = 200 * 2**30
     compile_bytes_max: int = 20 * 2**30
+    pool_dir: Path | None = None
+    pool_bytes_max: int = 64 * 2**30
     staging_bytes: int = 64 * 2**20
     read_connections: int = 4
     transfer_readers_max: int = 2
@@ -204,6 +208,7 @@ def _checked(s: AgentSettings) -> AgentSettings:
         raise InvalidField("--registry", "", "give the registry's address, host:port")
     for name in (
         "generation",
+        "pool_bytes_max",
         "staging_bytes",
         "read_connections",
         "cache_bytes_max",

@@ -32,7 +32,7 @@ from readyplane.core.worker import CheckResult, Lease, Role, Serving
 from readyplane.kit.clock import Clock
 from readyplane.ports import FetchPlan, GateVerdict, GroupStatus, RankReport, Registry, Router
 from readyplane_agent import probes
-from readyplane_agent.arena import Arena, prefault
+from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.compile_publish import upload_url
 from readyplane_agent.engines.layout import arena_layout, tensor_table_document
@@ -44,6 +44,7 @@ from readyplane_agent.reading import Reader
 from readyplane_agent.reuse import Reuse
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.source_use import Fetched
+from readyplane_agent.start_memory import arena_for, fault_in, take_held
 from readyplane_agent.trace import StartTrace
 from readyplane_agent.vouching import refuse_untrusted
 
@@ -185,7 +186,12 @@ class Start:
         with self._trace.span(SegmentName.ARTIFACT_DISCOVERY) as span:
             manifest, _ = await asyncio.gather(self._manifest(), self._rank("scheduled"))
             vouched = await self._vouched(manifest)
-            arena = Arena(manifest)
+            arena = await arena_for(
+                manifest,
+                pool_dir=self._s.pool_dir,
+                pool_bytes_max=self._s.pool_bytes_max,
+                owner=self._incarnation,
+            )
             self._started.manifest, self._started.arena = manifest, arena
             await self._give(arena)  # before the plan: whoever plans later can read behind us
             plan = await self._plan(manifest)
@@ -217,7 +223,9 @@ class Start:
             limit_s=self._s.fetch_limit_s,
             token=self._s.token,
         )
-        faulting = asyncio.create_task(prefault(arena, stop=lambda: arena.complete))
+        held = await take_held(arena, node=self._s.node, clock=self._clock, trace=self._trace)
+        self._loader.fetched.uses += held
+        faulting = asyncio.create_task(fault_in(arena, self._trace))
         loading = asyncio.create_task(self._loader.run(plan.sources))
         try:
             await self._start_engine(manifest, arena, spec, loading)

@@ -6,7 +6,7 @@ const POINTS_MAX = 900;
 const RETRY_AFTER_MS = 2000;
 const SEGMENT_COLOURS = {
   schedule: "#98a2b3", image: "#b8c0cc", runtime_import: "#5b8def", artifact_discovery: "#36bffa",
-  weight_read: "#12b76a", weight_transfer: "#0e9f6e", weight_deserialize: "#6ce9a6",
+  arena_prefault: "#a6f4c5", weight_read: "#12b76a", weight_transfer: "#0e9f6e", weight_deserialize: "#6ce9a6",
   host_to_device: "#66c61c", parallel_init: "#f7b27a", compile: "#f79009", cuda_graph: "#ef6820",
   kv_profile: "#ee46bc", warmup: "#dd2590", verify: "#7a5af8", group_barrier: "#9b8afb",
   canary: "#d92d20", router_registration: "#344054",
