@@ -87,10 +87,12 @@ def test_without_a_target_a_time_is_held_against_itself_without_a_push() -> None
     for turn in range(4):  # nothing goes out: these are the baseline
         seen = Foreground(tpot_s=0.020, kv_s_per_byte=1e-9)
         pace = observe(pace, seen, policy, given_bytes_per_s=0.0, now_s=0.5 * turn)
-    slower = after(pace, Foreground(tpot_s=0.022), policy=policy, begun_s=2.0)
+    once = after(pace, Foreground(tpot_s=0.022), policy=policy, begun_s=2.0)
+    assert once.bytes_per_s == 100 * MB  # one window may be chance
+    slower = after(once, Foreground(tpot_s=0.022), policy=policy, begun_s=2.5)
     assert slower.bytes_per_s == 50 * MB
     assert "1.10 of what it is without" in slower.why
-    kv = after(pace, Foreground(kv_s_per_byte=1.2e-9), policy=policy, begun_s=2.0)
+    kv = after(pace, Foreground(kv_s_per_byte=1.2e-9), policy=policy, turns=2, begun_s=2.0)
     assert kv.bytes_per_s == 50 * MB
     assert "KV transfer time" in kv.why
     assert (
@@ -109,8 +111,8 @@ def test_a_push_is_no_excuse_for_itself_and_a_busier_worker_resumes() -> None:
         now_s=0.0,
     )
     busier = Foreground(tpot_s=0.030)
-    pushed = after(pace, busier, policy=policy, begun_s=0.0, turns=5)
-    assert (pushed.paused_s, pushed.tpot_s) == (2.5, 0.020)
+    pushed = after(pace, busier, policy=policy, begun_s=0.0, turns=10)
+    assert (pushed.paused_s, pushed.tpot_s) == (5.0, 0.020)
     for turn in range(40):
         pushed = observe(pushed, busier, policy, given_bytes_per_s=0.0, now_s=3.0 + 0.5 * turn)
     assert pushed.paused_s is None
@@ -184,9 +186,10 @@ def test_what_scatters_by_itself_is_no_sign() -> None:
         noisy = observe(noisy, Foreground(tpot_s=wave), policy, given_bytes_per_s=0.0, now_s=at_s)
         calm = observe(calm, CALM, policy, given_bytes_per_s=0.0, now_s=at_s)
     slower = Foreground(tpot_s=0.022)
-    assert after(calm, slower, policy=policy, begun_s=10.0).bytes_per_s == 50 * MB
-    assert after(noisy, slower, policy=policy, begun_s=10.0).bytes_per_s == 100 * MB
-    assert after(noisy, Foreground(tpot_s=0.03), policy=policy, begun_s=10.0).bytes_per_s == 50 * MB
+    much = Foreground(tpot_s=0.03)
+    assert after(calm, slower, policy=policy, turns=2, begun_s=10.0).bytes_per_s == 50 * MB
+    assert after(noisy, slower, policy=policy, turns=2, begun_s=10.0).bytes_per_s == 100 * MB
+    assert after(noisy, much, policy=policy, turns=2, begun_s=10.0).bytes_per_s == 50 * MB
 
 
 times = st.sampled_from([None, 0.01, 0.0424, 0.0426, 0.0474, 0.0476, 0.2])

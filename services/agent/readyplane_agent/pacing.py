@@ -96,6 +96,7 @@ class PacingPolicy:
         slowed, steady: the same for a time against its own baseline; `scatter` times its usual
             scatter is added to both.
         cut, grow: factors a sample. calm_samples: calm windows in a row before the rate grows.
+        pressed_samples: windows in a row in which a time is longer than usual before it is cut.
         shy: share of the rate that hurt last beyond which it grows by `creep` a sample only, for
             remember_s.
         pause_s: shortest pause; doubles with every pause that soon follows another, up to
@@ -116,6 +117,7 @@ class PacingPolicy:
     cut: float = 0.5
     grow: float = 1.5
     calm_samples: int = 2
+    pressed_samples: int = 2
     scatter: float = 2.0
     shy: float = 0.7
     creep: float = 1.02
@@ -141,7 +143,7 @@ class Pace:
         bytes_per_s: the rate, 0 while paused. why: what set it.
         bucket_bytes, filled_s: bytes that may go (negative: promised already) as of when.
         paused_s: since when it is paused, None while it is not. pause_for_s: for how long.
-        resumed_s: when the last pause ended. calm_samples: calm windows in a row.
+        resumed_s: when the last pause ended. calm_samples, pressed_samples: windows in a row.
         tpot_s, kv_s_per_byte: baselines, None before any; tpot_scatter, kv_scatter: how far they
             scatter, as a share. serving: somebody was served in the last window that showed it.
         hurt_bytes_per_s, hurt_s: the rate that hurt last, and when; None before any.
@@ -154,6 +156,7 @@ class Pace:
     pause_for_s: float = 0.0
     resumed_s: float | None = None
     calm_samples: int = 0
+    pressed_samples: int = 0
     tpot_s: float | None = None
     kv_s_per_byte: float | None = None
     tpot_scatter: float = 0.0
@@ -199,9 +202,14 @@ def observe(
         if given_bytes_per_s <= 0:
             # It suffers although nothing goes out: no rate of ours would help, but none is added.
             return replace(pace, calm_samples=0, why=worst.why)
+        sure = any(p.sure and p.level >= 1.0 for p in pressures)
+        pressed = pace.pressed_samples + 1
+        if not sure and pressed < policy.pressed_samples:
+            return replace(pace, calm_samples=0, pressed_samples=pressed, why=worst.why)
         hurt = min(pace.bytes_per_s, given_bytes_per_s)
-        pace = replace(pace, hurt_bytes_per_s=hurt, hurt_s=now_s)
+        pace = replace(pace, pressed_samples=0, hurt_bytes_per_s=hurt, hurt_s=now_s)
         return _slower(pace, hurt * policy.cut, worst, policy, now_s)
+    pace = replace(pace, pressed_samples=0)
     if worst.level > 0.0:
         return replace(pace, calm_samples=0)
     calm = pace.calm_samples + 1
@@ -236,10 +244,14 @@ def _grown(pace: Pace, policy: PacingPolicy, now_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """One sign: at 1 and above the rate is cut, at 0 it may grow, between the two it stays."""
+    """One sign: at 1 and above the rate is cut, at 0 it may grow, between the two it stays.
+
+    A promise that is nearly broken is `sure`; a time that is longer than usual has to be so again.
+    """
 
     level: float
     why: str
+    sure: bool = False
 
 
 def _pressures(pace: Pace, seen: Foreground, policy: PacingPolicy) -> Iterable[Pressure]:
@@ -249,7 +261,8 @@ def _pressures(pace: Pace, seen: Foreground, policy: PacingPolicy) -> Iterable[P
     ):
         if value is not None and target > 0:
             level = _level(value / target, policy.calm, policy.near)
-            yield Pressure(level, f"{name} {value * 1e3:.1f} ms of {target * 1e3:.1f} ms promised")
+            why = f"{name} {value * 1e3:.1f} ms of {target * 1e3:.1f} ms promised"
+            yield Pressure(level, why, sure=True)
     untold = policy.tpot_target_s <= 0
     for name, value, baseline, scatter in (
         ("time per output token", seen.tpot_s if untold else None, pace.tpot_s, pace.tpot_scatter),
