@@ -19,7 +19,19 @@ AGENT = tree.PACKAGES["readyplane_agent"]
 # A brain is one module, or a folder of that name when it has grown.
 BRAINS = [
     "readyplane/core",
-    *(f"{REGISTRY}/{name}" for name in ("catalog", "sources")),
+    *(
+        f"{REGISTRY}/{name}"
+        for name in (
+            "catalog",
+            "kinds",
+            "sources",
+            "fanout",
+            "rates",
+            "reports",
+            "placement",
+            "retrying",
+        )
+    ),
     *(
         f"{ROUTER}/{name}"
         for name in (

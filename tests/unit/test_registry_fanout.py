@@ -7,15 +7,8 @@ import pytest
 
 from readyplane.core.startup import WeightTier
 from readyplane_registry.fanout import Above, Chain
-from readyplane_registry.sources import (
-    DEFAULT_POLICY,
-    Candidate,
-    Ranking,
-    Target,
-    allowance,
-    headroom,
-    rank,
-)
+from readyplane_registry.rates import DEFAULT_POLICY, allowance, headroom
+from readyplane_registry.sources import Candidate, Ranking, Target, rank
 
 MB = 10**6
 CHUNKS, CHUNK_BYTES = 250, 4 * MB

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from readyplane.core.startup import WeightTier
 from readyplane.ports import StartNode
 from readyplane_registry.placement import Placed, Start, place
-from readyplane_registry.sources import Bandwidth, Candidate
+from readyplane_registry.rates import Bandwidth
+from readyplane_registry.sources import Candidate
 
 GB = 10**9
 STORAGE = Candidate(

@@ -8,16 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from readyplane.core.startup import WeightTier
-from readyplane_registry.sources import (
-    DEFAULT_POLICY,
-    Bandwidth,
-    Candidate,
-    Target,
-    judge,
-    learn,
-    rank,
-    sample,
-)
+from readyplane_registry.rates import DEFAULT_POLICY, Bandwidth, learn, sample
+from readyplane_registry.reports import judge
+from readyplane_registry.sources import Candidate, Target, rank
 
 GIB = 1024**3
 TARGET = Target("me", "me-life-2", "n1")

@@ -31,7 +31,7 @@ from readyplane.ports import (
     StartPlacement,
     Transfer,
 )
-from readyplane_registry import placement, sources
+from readyplane_registry import placement, rates, reports, sources
 from readyplane_registry.blobs import Blobs
 from readyplane_registry.live import (
     BarRecord,
@@ -49,7 +49,8 @@ from readyplane_registry.offers import (
     ranked_source,
     start_choice,
 )
-from readyplane_registry.sources import Candidate, SourcePolicy, Target
+from readyplane_registry.rates import SourcePolicy
+from readyplane_registry.sources import Candidate, Target
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class RegistryPolicy:
     transfer_ttl_s: float = 15.0
     storage_readers_max: int = 8
     storage_tier: WeightTier = WeightTier.L4_OBJECT
-    ranking: SourcePolicy = sources.DEFAULT_POLICY
+    ranking: SourcePolicy = rates.DEFAULT_POLICY
 
 
 class Fetching:
@@ -202,7 +203,7 @@ class Fetching:
         """What is known of the sources of an artifact now."""
         excluded: list[str] = []
         live: list[LiveSource] = []
-        tiers: Mapping[WeightTier, sources.Bandwidth] = {}
+        tiers: Mapping[WeightTier, rates.Bandwidth] = {}
         try:
             live = await self._live.sources(manifest.digest)
             tiers = await self._live.tiers()
@@ -225,7 +226,7 @@ class Fetching:
         return await self._live.bars()
 
     async def _storage(
-        self, manifest: Manifest, tiers: Mapping[WeightTier, sources.Bandwidth]
+        self, manifest: Manifest, tiers: Mapping[WeightTier, rates.Bandwidth]
     ) -> Candidate | str:
         """The registry's own bytes as a source, or why they are none."""
         url = self._storage_url()
@@ -243,7 +244,7 @@ class Fetching:
             tier=self._policy.storage_tier,
             url=f"{url}/{manifest.digest}",
             storage=True,
-            measured=tiers.get(self._policy.storage_tier, sources.UNMEASURED),
+            measured=tiers.get(self._policy.storage_tier, rates.UNMEASURED),
             readers=readers,
             readers_max=self._policy.storage_readers_max,
         )
@@ -335,7 +336,7 @@ class Fetching:
         if record is None:
             self._tally.count("transfers", tier="unknown", outcome="unknown")
             return False
-        verdict = sources.judge(
+        verdict = reports.judge(
             failure,
             storage=sources.is_storage(record.source_id),
             accused_before=record.accused_before,

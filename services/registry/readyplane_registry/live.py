@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import Clock
 from readyplane.ports import Source, Transfer
+from readyplane_registry.rates import UNMEASURED, Bandwidth, allowance, learn, sample
 from readyplane_registry.refusals import (
     earlier_life,
     other_layout,
@@ -27,7 +28,6 @@ from readyplane_registry.refusals import (
     source_gone,
     source_leaves,
 )
-from readyplane_registry.sources import UNMEASURED, Bandwidth, allowance, learn, sample
 
 Key = TypeVar("Key")
 

@@ -18,6 +18,7 @@ from readyplane.core.startup import WeightTier
 from readyplane.ports import RankedSource, Source, StartChoice, StartNode
 from readyplane_registry import placement, sources
 from readyplane_registry.live import LiveSource
+from readyplane_registry.rates import Bandwidth
 from readyplane_registry.sources import Candidate
 
 NAME_CHARS_MAX = 200
@@ -96,7 +97,7 @@ class Known:
 
     live: tuple[LiveSource, ...]
     storage: Candidate | None
-    tiers: Mapping[WeightTier, sources.Bandwidth]
+    tiers: Mapping[WeightTier, Bandwidth]
     excluded: tuple[str, ...]
 
     def candidates(self, table: ChunkTable, wanted: ChunkRanges) -> list[Candidate]:

@@ -15,21 +15,30 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from readyplane.core.startup import WeightTier
-from readyplane.ports import StartNode
-from readyplane_registry.sources import (
-    DEFAULT_POLICY,
-    Bandwidth,
-    Candidate,
-    Ranked,
-    Ranking,
-    SourcePolicy,
-    Target,
-    rank,
-)
+from readyplane_registry.rates import DEFAULT_POLICY, Bandwidth, SourcePolicy
+from readyplane_registry.sources import Candidate, Ranked, Ranking, Target, rank
 
 STARTER = "start"
+
+
+class Room(Protocol):
+    """A node where a worker could start; see `readyplane.ports.StartNode`."""
+
+    @property
+    def node(self) -> str: ...
+    @property
+    def rack(self) -> str: ...
+    @property
+    def queue_s(self) -> float: ...
+    @property
+    def runtime_init_s(self) -> float | None: ...
+    @property
+    def ingress_bytes_per_s(self) -> float: ...
+    @property
+    def places(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ class Placed:
 
 
 def place(
-    nodes: Sequence[StartNode],
+    nodes: Sequence[Room],
     candidates: Sequence[Candidate],
     *,
     starts: int,
@@ -77,7 +86,7 @@ def place(
     known = [node.runtime_init_s for node in nodes if node.runtime_init_s is not None]
     usual_s = statistics.median(known) if known else None
     left = {node.node: node.places for node in nodes}
-    ahead: list[tuple[StartNode, Start, Candidate]] = []
+    ahead: list[tuple[Room, Start, Candidate]] = []
     alternatives: tuple[Start, ...] = ()
     excluded: tuple[str, ...] = ()
     for number in range(1, starts + 1):
@@ -116,7 +125,7 @@ class _Rankings:
     def __init__(
         self,
         candidates: Sequence[Candidate],
-        ahead: Sequence[tuple[StartNode, Start, Candidate]],
+        ahead: Sequence[tuple[Room, Start, Candidate]],
         *,
         size_bytes: int,
         chunk_bytes: int,
@@ -132,7 +141,7 @@ class _Rankings:
         self._racks = {c.rack for c in everyone}
         self._known: dict[tuple[str, str, int], Ranking] = {}
 
-    def of(self, node: StartNode) -> Ranking:
+    def of(self, node: Room) -> Ranking:
         """The ranking for a target on that node."""
         place = node.node if node.node in self._nodes else ""
         rack = node.rack if node.rack in self._racks else ""
@@ -149,7 +158,7 @@ class _Rankings:
         return self._known[key]
 
 
-def _start(node: StartNode, ranked: Ranked, size_bytes: int, usual_s: float | None) -> Start:
+def _start(node: Room, ranked: Ranked, size_bytes: int, usual_s: float | None) -> Start:
     """A start on this node from its best source, with the terms of its time."""
     artifact_s, source = ranked.predicted_s, ranked.candidate
     bound = ""
@@ -170,8 +179,8 @@ def _start(node: StartNode, ranked: Ranked, size_bytes: int, usual_s: float | No
 
 def _seen(
     offered: Sequence[Candidate],
-    ahead: Sequence[tuple[StartNode, Start, Candidate]],
-    node: StartNode,
+    ahead: Sequence[tuple[Room, Start, Candidate]],
+    node: Room,
 ) -> list[Candidate]:
     """The sources as the next start on `node` finds them, after those that were placed before it.
 
@@ -186,7 +195,7 @@ def _seen(
     return [replace(c, readers=c.readers + readers.get(c.source_id, 0)) for c in everyone]
 
 
-def _as_source(number: int, node: StartNode, start: Start, size_bytes: int) -> Candidate:
+def _as_source(number: int, node: Room, start: Start, size_bytes: int) -> Candidate:
     """A start that was placed, as one behind whom later ones may read."""
     name = f"{STARTER}:{number}"
     return Candidate(

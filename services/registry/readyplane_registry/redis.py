@@ -36,6 +36,7 @@ from readyplane_registry.live import (
     granted,
 )
 from readyplane_registry.live_scripts import ACQUIRE, ANNOUNCE, RELEASE, WITHDRAW
+from readyplane_registry.rates import Bandwidth, sample
 from readyplane_registry.refusals import (
     earlier_life,
     other_layout,
@@ -47,7 +48,6 @@ from readyplane_registry.refusals import (
     source_gone,
     source_leaves,
 )
-from readyplane_registry.sources import Bandwidth, sample
 
 PREFIX = "readyplane:{registry}:"
 

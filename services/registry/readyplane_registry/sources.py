@@ -1,8 +1,8 @@
-"""Who can give these bytes to whom, at what cost, and what a report of a transfer means. Pure.
+"""Who can give these bytes to whom, and at what cost. Pure.
 
-Owns the order of sources for one target (R8.2, R8.4), the reasons for each place, the moving
-averages of measured bandwidth, and the verdict on a source after a report (R9.2). Handed to the
-service; live facts come from the live store, whose clock alone judges what has expired.
+Owns the order of sources for one target (R8.2, R8.4) and the reasons for each place. Handed to the
+service; live facts come from the live store, whose clock alone judges what has expired, rates from
+`rates`, and starters that read behind starters from `fanout`.
 
 The predicted seconds of a source with bandwidth B, m places and r readers, for S bytes:
 
@@ -20,73 +20,17 @@ from dataclasses import dataclass, replace
 from readyplane.core.chunks import ChunkRanges
 from readyplane.core.startup import WeightTier
 from readyplane_registry.fanout import Chain
+from readyplane_registry.rates import (
+    DEFAULT_POLICY,
+    UNMEASURED,
+    Bandwidth,
+    SourcePolicy,
+    headroom,
+)
 
 STORAGE_PREFIX = "storage:"
 FILES = "file:"
 LOADING_RETRY_S = 0.2
-HEADROOM_MIN = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Bandwidth:
-    """A measured rate: moving average, best seen, and how many transfers speak for it."""
-
-    mean_bytes_per_s: float = 0.0
-    best_bytes_per_s: float = 0.0
-    samples: int = 0
-
-
-UNMEASURED = Bandwidth()
-
-
-@dataclass(frozen=True, slots=True)
-class SourcePolicy:
-    """What the ranking assumes and bounds.
-
-    Attributes:
-        prior_bytes_per_s: assumed rate of a tier until a transfer has measured it. Deliberately
-            modest and alike: nothing is assumed fast because of its name, it is measured.
-        same_node_factor: how much faster a source on the target's own node is assumed to be.
-        slower_than_storage_max: a measured peer slower than storage by more than this is left out.
-        sample_bytes_min: shorter transfers say more about latency than about bandwidth.
-        weight: share of a new sample in the moving average.
-        quarantine_s: how long a source that gave wrong bytes is not offered.
-        dead_s: how long a source that did not answer is not offered.
-        slow_s: how long a source that its reader found too slow is not offered.
-        accusations_max: a reader that accuses more sources than this is itself the suspect.
-        same_rack_factor: as `same_node_factor`, for a source in the target's rack.
-        slo_share_free: a source whose requests take less of their target than this gives at full
-            rate; from there its rate falls to none at `slo_share_max` (R9.1).
-        behind_max: how many may be behind one another in a chain of starters.
-        behind_storage_factor: a source that still loads is left out when waiting for it takes
-            longer than storage by more than this.
-    """
-
-    prior_bytes_per_s: Mapping[WeightTier, float]
-    same_node_factor: float = 1.5
-    slower_than_storage_max: float = 4.0
-    sample_bytes_min: int = 1024 * 1024
-    weight: float = 0.3
-    quarantine_s: float = 120.0
-    dead_s: float = 10.0
-    slow_s: float = 10.0
-    accusations_max: int = 2
-    same_rack_factor: float = 1.2
-    slo_share_free: float = 0.7
-    slo_share_max: float = 0.95
-    behind_max: int = 32
-    behind_storage_factor: float = 1.5
-
-
-PRIOR_BYTES_PER_S: Mapping[WeightTier, float] = {
-    WeightTier.L0_PEER_GPU: 1.0e9,
-    WeightTier.L1_HOST: 1.0e9,
-    WeightTier.L2_NVME: 1.0e9,
-    WeightTier.L3_RACK: 0.5e9,
-    WeightTier.L4_OBJECT: 0.3e9,
-    WeightTier.UNKNOWN: 0.1e9,
-}
-DEFAULT_POLICY = SourcePolicy(prior_bytes_per_s=PRIOR_BYTES_PER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,31 +306,6 @@ def _bandwidth(
     )
 
 
-def headroom(slo_share: float | None, policy: SourcePolicy = DEFAULT_POLICY) -> float:
-    """The share of a source's rate that its own requests leave for giving weights, 0 to 1."""
-    if slo_share is None:
-        return 1.0
-    span = policy.slo_share_max - policy.slo_share_free
-    return min(1.0, max(0.0, (policy.slo_share_max - slo_share) / span))
-
-
-def allowance(
-    bytes_per_s: float, slo_share: float | None, readers: int, policy: SourcePolicy = DEFAULT_POLICY
-) -> float:
-    """How fast one of `readers` may read from a serving source, bytes/s; 0: no bound.
-
-    Args:
-        bytes_per_s: what the source says it can give in all; 0: it says nothing.
-
-    A reader that is there already is slowed, not stopped, when the source nears its target: its
-    next plan leads elsewhere (R9.1).
-    """
-    left = headroom(slo_share, policy)
-    if left >= 1 or bytes_per_s <= 0:
-        return 0.0
-    return max(left, HEADROOM_MIN) * bytes_per_s / max(1, readers)
-
-
 def _without_late(placed: list[Ranked], policy: SourcePolicy) -> tuple[list[Ranked], list[str]]:
     """Leave out sources that still load and are waited for longer than storage would take."""
     stores = [r.predicted_s for r in placed if r.candidate.storage]
@@ -422,88 +341,6 @@ def _without_slow(placed: list[Ranked], policy: SourcePolicy) -> tuple[list[Rank
                 f"{policy.slower_than_storage_max:g}x"
             )
     return kept, slow
-
-
-def sample(
-    *,
-    transferred_bytes: int,
-    elapsed_s: float,
-    readers_before: int,
-    readers_after: int,
-    policy: SourcePolicy = DEFAULT_POLICY,
-) -> float | None:
-    """The source's whole rate in bytes/s that one transfer shows; None when it shows nothing.
-
-    A reader that shared the source saw its share only, so its rate counts times the readers there
-    were on average (itself included).
-    """
-    if transferred_bytes < policy.sample_bytes_min or elapsed_s <= 0:
-        return None
-    readers = max(1.0, (readers_before + readers_after) / 2)
-    rate = transferred_bytes / elapsed_s * readers
-    return rate if math.isfinite(rate) else None
-
-
-def learn(known: Bandwidth, rate_bytes_per_s: float, *, weight: float) -> Bandwidth:
-    """The bandwidth after one more sample; the live store's scripts do the same arithmetic."""
-    if known.samples == 0:
-        return Bandwidth(rate_bytes_per_s, rate_bytes_per_s, 1)
-    return Bandwidth(
-        known.mean_bytes_per_s + weight * (rate_bytes_per_s - known.mean_bytes_per_s),
-        max(known.best_bytes_per_s, rate_bytes_per_s),
-        known.samples + 1,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a report means for the source: barred for a while with a reason, or nothing."""
-
-    outcome: str
-    bar_s: float = 0.0
-    reason: str = ""
-
-    @property
-    def quarantine(self) -> bool:
-        """True when the source gave wrong bytes and is believed to have done so."""
-        return self.outcome == "corrupt" and self.bar_s > 0
-
-
-FAILURES = ("dead", "slow", "corrupt")
-
-
-def judge(
-    failure: str,
-    *,
-    storage: bool,
-    accused_before: int,
-    policy: SourcePolicy = DEFAULT_POLICY,
-) -> Verdict:
-    """What to do with a source after a reader's report.
-
-    Args:
-        failure: empty, or `dead`, `slow`, `corrupt`, each with a detail after a colon.
-        storage: the registry's own store is never barred: it is the last fallback, and it can be
-            verified at home.
-        accused_before: how many other sources this reader has called corrupt lately. A reader
-            that finds all the world corrupt is more likely the faulty one.
-    """
-    kind, _, detail = failure.partition(":")
-    kind, detail = kind.strip(), " ".join(detail.split())[:200]
-    told = f" ({detail})" if detail else ""
-    if not failure:
-        return Verdict("ok")
-    if kind not in FAILURES:
-        return Verdict("other")
-    if storage:
-        return Verdict(kind)
-    if kind == "corrupt":
-        if accused_before >= policy.accusations_max:
-            return Verdict("disbelieved")
-        return Verdict(kind, policy.quarantine_s, f"quarantined for wrong bytes{told}")
-    if kind == "dead":
-        return Verdict(kind, policy.dead_s, f"it did not answer{told}")
-    return Verdict(kind, policy.slow_s, f"its reader found it too slow{told}")
 
 
 def is_storage(source_id: str) -> bool:
