@@ -42,6 +42,7 @@ class Held(CompileBytes):
     world: "World"
 
     async def fetch(self, manifest: Manifest) -> dict[str, bytes]:
+        await self._vouch(manifest)
         self.world.fetches += 1
         if self.world.away:
             raise Unavailable("the registry's storage is away", "wait")
@@ -58,7 +59,13 @@ class World:
     bytes_of: dict[str, bytes] = field(default_factory=dict)
     fetches: int = 0
     away: bool = False
+    untrusted: bool = False
     ids: Any = field(default_factory=itertools.count)
+
+    async def vouch(self, manifest: Manifest) -> str:
+        if self.untrusted:
+            raise Refused(f"trust in {manifest.model!r}", ["no signature"])
+        return ""
 
     def put(self, url: str, entry: FileEntry, path: Path, token: str) -> None:
         assert url == "http://r/v1/blobs/sha256"
@@ -76,6 +83,7 @@ class World:
             clock=SystemClock(),
             reader=Reader("w", "w-1", node),
             upload="http://r/v1/blobs/sha256",
+            vouch=self.vouch,
         )
         moves.world = self
         cache = CompileCache(
@@ -256,6 +264,12 @@ async def test_what_nobody_trusted_has_signed_is_not_taken(
 
     monkeypatch.setattr(world.registry, "resolve_need", untrusted)
     _, _, outcome = await world.life("n2")
+    assert outcome.miss == "refused"
+    assert "no signature" in outcome.detail
+    monkeypatch.undo()
+    monkeypatch.setattr(compile_publish, "put", world.put)
+    world.untrusted = True  # by this worker's own policy, whatever the registry says
+    _, _, outcome = await world.life("n3")
     assert outcome.miss == "refused"
     assert "no signature" in outcome.detail
 

@@ -131,6 +131,14 @@ async def test_an_engine_without_an_account_publishes_nothing(world: World) -> N
     assert await world.registry.list_manifests(kind="kv_profile") == []
 
 
+async def test_a_profile_that_nobody_trusted_has_signed_is_not_taken(world: World) -> None:
+    await life(world)
+    world.untrusted = True
+    kv, given, told = await life(world)
+    assert given.kv_reuse_bytes == 0 and "no signature" in told
+    assert kv.counts[("refused", "refused")] == 1
+
+
 async def test_a_damaged_profile_is_withdrawn(world: World) -> None:
     await life(world)
     world.bytes_of = dict.fromkeys(world.bytes_of, b"{}")

@@ -75,7 +75,11 @@ class Bytes(Protocol):
     """How the files of an artifact come and go; `compile_publish` does both."""
 
     async def fetch(self, manifest: Manifest) -> dict[str, bytes]:
-        """Every file by its path, verified chunk by chunk. Raises Unavailable, IdentityMismatch."""
+        """Every file by its path, verified chunk by chunk.
+
+        Raises:
+            Refused: nobody trusted has signed it. Unavailable, IdentityMismatch: as a loader does.
+        """
         ...
 
     async def publish(self, spec: EngineSpec, key: CompileKey, about: Manifest) -> tuple[str, str]:
@@ -174,6 +178,10 @@ class CompileCache:
             files = await self._bytes.fetch(found)
         except Unavailable as error:
             return Outcome(miss="unreachable", detail=str(error))
+        except IdentityMismatch as error:
+            return Outcome(miss="corrupt", detail=str(error))
+        except Refused as error:
+            return Outcome(miss="refused", detail=str(error))
         try:
             index = read_index(files.get(INDEX, b""))
             archive = files.get(ARCHIVE, b"")

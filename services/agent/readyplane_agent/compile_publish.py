@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -62,6 +62,7 @@ class CompileBytes:
     Args:
         store: the node's. registry, clock, reader, token: as for weights.
         upload: where the registry takes bytes (`upload_url`); empty: nowhere.
+        vouch: raises Refused for what this worker's own trust policy does not let in.
     """
 
     def __init__(
@@ -72,13 +73,16 @@ class CompileBytes:
         clock: Clock,
         reader: Reader,
         upload: str,
+        vouch: Callable[[Manifest], Awaitable[str]],
         token: str = "",
     ) -> None:
         self._store, self._registry, self._clock = store, registry, clock
         self._reader, self._upload, self._token = reader, upload, token
+        self._vouch = vouch
 
     async def fetch(self, manifest: Manifest) -> dict[str, bytes]:
         """See `compile_cache.Bytes`."""
+        await self._vouch(manifest)
         plan = await self._registry.plan_fetch(
             manifest.digest,
             worker_id=self._reader.worker_id,

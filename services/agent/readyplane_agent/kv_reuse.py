@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from readyplane.core.compile_key import CompileKey, Seen, key_digest
-from readyplane.core.errors import InvalidField, ReadyplaneError
+from readyplane.core.errors import IdentityMismatch, InvalidField, ReadyplaneError, Refused
 from readyplane.core.identity import ArtifactKind, Manifest
 from readyplane.core.kv_profile import (
     FILE,
@@ -82,6 +82,10 @@ class KvReuse:
                 found = await self._prepare(spec, manifest, key)
         except TimeoutError:
             found = Refuse((f"late: not here within {LOOK_LIMIT_S:.0f} s",))
+        except IdentityMismatch as error:
+            found = Refuse((f"wrong: {error}",))
+        except Refused as error:
+            found = Refuse((f"refused: {error}",))
         except (ReadyplaneError, OSError) as error:
             found = Refuse((f"unreadable: {error}",))
         if isinstance(found, Refuse):

@@ -26,6 +26,7 @@ from readyplane_agent.kv_reuse import KvReuse
 from readyplane_agent.reading import Reader
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.trace import StartTrace
+from readyplane_agent.vouching import refuse_untrusted
 
 
 class Reuse:
@@ -58,6 +59,9 @@ class Reuse:
             # A reader beside that of the weights: one name for both would make their leases one.
             reader=Reader(settings.worker_id, f"{incarnation}+reuse", settings.node),
             upload=upload,
+            vouch=lambda manifest: refuse_untrusted(
+                manifest, registry=registry, trust_file=settings.trust_file, clock=clock
+            ),
             token=settings.token,
         )
         self._compiled = CompileCache(
