@@ -24,6 +24,8 @@ BRAINS = [
         for name in (
             "catalog",
             "kinds",
+            "quantised",
+            "retention",
             "sources",
             "fanout",
             "rates",
