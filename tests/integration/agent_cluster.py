@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,24 @@ import psutil
 import pytest
 
 from readyplane import profiles
+from readyplane.core.identity import Manifest
 from readyplane.core.worker import Worker, WorkerState
 from readyplane.kit.auth import TokenCheck
 from readyplane.kit.clock import SystemClock
 from readyplane.kit.rpc import OPTIONS, Guard
 from readyplane_lab.up.demo_model import DemoModel
 from readyplane_registry import rpc as registry_rpc
+from readyplane_registry.blobs import MemoryBlobs
+from readyplane_registry.fetching import RegistryPolicy
 from readyplane_registry.ingest import Facts, build_manifest
+from readyplane_registry.live import MemoryLive
+from readyplane_registry.service import RegistryService
+from readyplane_registry.store import MemoryCatalog
 from readyplane_router import rpc as router_rpc
 from readyplane_router.epochs import MemoryEpochs
 from readyplane_router.service import RouterService
 from readyplane_router.store import MemoryStore
-from tests.unit.agent_twins import Fault, TwinRegistry, serving, source
+from tests.unit.agent_twins import ByteServer, Fault, TwinRegistry, serving, source
 
 MODEL = "demo"
 LIMIT_S = 40.0
@@ -38,6 +45,7 @@ class Cluster:
     def __init__(self, folder: Path, router: RouterService, digest: str) -> None:
         self.folder, self.router, self.digest = folder, router, digest
         self.address = ""
+        self.store: ByteServer | None = None
         self.agents: dict[str, asyncio.subprocess.Process] = {}
 
     async def agent(self, name: str, role: str, *more: str) -> asyncio.subprocess.Process:
@@ -85,17 +93,48 @@ class Cluster:
         return child
 
 
+async def real_registry(manifest: Manifest, storage_url: str) -> RegistryService:
+    """The registry's own use-cases over memory stores, with the bytes of one artifact."""
+    clock, ids, blobs = SystemClock(), count(), MemoryBlobs()
+    blobs.put(manifest.files)
+    service = RegistryService(
+        store=MemoryCatalog(),
+        live=MemoryLive(clock, weight=0.3),
+        blobs=blobs,
+        clock=clock,
+        make_id=lambda: f"transfer-{next(ids)}",
+        storage_url=lambda: storage_url,
+        policy=RegistryPolicy(),
+    )
+    await service.publish_manifest(manifest.document())
+    return service
+
+
 @asynccontextmanager
 async def cluster(
-    tmp_path: Path, demo: DemoModel, fault: Fault | None = None
+    tmp_path: Path, demo: DemoModel, fault: Fault | None = None, *, peers: bool = False
 ) -> AsyncIterator[Cluster]:
+    """Everything but agents; with `peers` the registry is the real one, which knows of them."""
     facts = Facts(config=demo.config, canary=demo.canary)
     manifest, *_ = build_manifest(demo.folder, model=MODEL, facts=facts)
     files: Mapping[str, bytes] = {
         e.path: (demo.folder / e.path).read_bytes() for e in manifest.files
     }
+    with serving(files, fault) as store:
+        async with _cluster(tmp_path, manifest, store, peers=peers) as world:
+            yield world
+
+
+@asynccontextmanager
+async def _cluster(
+    tmp_path: Path, manifest: Manifest, store: ByteServer, *, peers: bool
+) -> AsyncIterator[Cluster]:
     clock = SystemClock()
     registry: Any = TwinRegistry(manifest)
+    if peers:
+        registry = await real_registry(manifest, store.url.rpartition("/")[0])
+    else:
+        registry.sources = [source(store.url)]
     router = RouterService(
         store=MemoryStore(clock),
         epochs=MemoryEpochs(),
@@ -111,16 +150,14 @@ async def cluster(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     background = asyncio.create_task(router.run())
-    with serving(files, fault) as store:
-        registry.sources = [source(store.url)]
-        world = Cluster(tmp_path, router, manifest.digest)
-        world.address = f"127.0.0.1:{port}"
-        try:
-            yield world
-        finally:
-            for agent in world.agents.values():
-                if agent.returncode is None:
-                    agent.kill()
-                    await agent.wait()
-            background.cancel()
-            await server.stop(0)
+    world = Cluster(tmp_path, router, manifest.digest)
+    world.address, world.store = f"127.0.0.1:{port}", store
+    try:
+        yield world
+    finally:
+        for agent in world.agents.values():
+            if agent.returncode is None:
+                agent.kill()
+                await agent.wait()
+        background.cancel()
+        await server.stop(0)

@@ -173,7 +173,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: ByteServer
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0].removeprefix("/v1/blobs/x/")
+        path = self.path.partition("?")[0].removeprefix("/v1/blobs/").partition("/")[2]
         data = self.server.files[path]
         first, last = self.headers["Range"].removeprefix("bytes=").split("-")
         start, end = int(first), int(last) + 1

@@ -1,0 +1,64 @@
+"""Weights between real agents, known to the real registry: peers first, hand-over at a drain."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from readyplane.core.startup import SegmentName, WeightTier
+from readyplane.core.worker import Worker
+from readyplane_agent.lifecycle import ExitCode
+from readyplane_lab.up.demo_model import DemoModel, make_demo_model
+from tests.integration.agent_cluster import Cluster, cluster
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoModel:
+    folder = tmp_path_factory.mktemp("demo")
+    return make_demo_model(folder, size_bytes=24 * 2**20, shards=2, max_model_len=4096)
+
+
+def came_from(worker: Worker) -> list[str]:
+    """What each source gave, as the trace of the start says it: tier, source, bytes."""
+    assert worker.progress is not None
+    ways = {SegmentName.WEIGHT_TRANSFER, SegmentName.WEIGHT_READ}
+    return [s.detail for s in worker.progress.segments if s.name in ways]
+
+
+async def test_b125_peers_spare_the_store_and_hand_over_when_they_leave(
+    tmp_path: Path, demo: DemoModel
+) -> None:
+    """B125, R22.3: the store gives the first worker everything and nobody else anything."""
+    slow = ("--transfer-bytes-per-s", "8e6")
+    async with cluster(tmp_path, demo, peers=True) as c:
+        assert c.store is not None
+        await c.agent("p1", "prefill", *slow)
+        first = await c.ready("p1")
+        assert first.serving is not None
+        assert first.serving.tier is WeightTier.L4_OBJECT
+        asked = len(c.store.asked)
+
+        # The second takes three seconds from the first, and reads on until the first has left.
+        await c.agent("d1", "decode")
+        await c.until(lambda w: any("L1 peer:p1:" in way for way in came_from(w)), "d1")
+        c.agents["p1"].terminate()
+        assert await c.ended("p1") == ExitCode.LEFT
+        second = await c.ready("d1")
+        assert second.serving is not None
+        assert second.serving.tier is WeightTier.L1_HOST
+        whole = await c.until(lambda w: all("efficiency" in way for way in came_from(w)), "d1")
+        assert [way.split(" ")[:1] for way in came_from(whole)] == [["L1"]]
+        assert len(c.store.asked) == asked
+
+        await _two_at_once(c)
+        assert len(c.store.asked) == asked
+
+
+async def _two_at_once(c: Cluster) -> None:
+    """Two that start together share one source: by its places, or one behind the other."""
+    await asyncio.gather(c.agent("p2", "prefill"), c.agent("p3", "prefill"))
+    for name in ("p2", "p3"):
+        worker = await c.ready(name)
+        assert worker.serving is not None
+        assert worker.serving.tier is WeightTier.L1_HOST
+        assert all(way.startswith("L1 ") for way in came_from(worker))
