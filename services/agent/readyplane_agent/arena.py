@@ -28,6 +28,7 @@ class Arena:
     Args:
         manifest: what will be loaded.
         memory: where, of at least as many bytes; new memory without.
+        places: offset of each file, and the arena's length; the engine's layout without.
 
     Attributes:
         size_bytes: length of the memory file. offsets: file path -> its first byte.
@@ -35,9 +36,15 @@ class Arena:
         progress: a byte for each of them: `MISSING`, `COMING` or `VERIFIED`.
     """
 
-    def __init__(self, manifest: Manifest, memory: ArenaMemory | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        memory: ArenaMemory | None = None,
+        *,
+        places: tuple[Mapping[str, int], int] | None = None,
+    ) -> None:
         self.manifest = manifest
-        self.offsets, self.size_bytes = _places(manifest)
+        self.offsets, self.size_bytes = _places(manifest) if places is None else places
         self._entries = {entry.path: entry for entry in manifest.files}
         self.chunks: tuple[tuple[str, int], ...] = tuple(
             (entry.path, index) for entry in manifest.files for index in range(len(entry.chunks))
@@ -112,6 +119,9 @@ class Arena:
         """A chunk's bytes were verified in place."""
         self.progress[self._numbers[path, index]] = VERIFIED
         self._missing.discard((path, index))
+
+    def drop(self, path: str, index: int) -> None:
+        """A chunk came to nothing; its place is written again by the next try."""
 
     def missing(self) -> list[tuple[str, int]]:
         """Chunks not yet verified: small files first (an engine asks for them), then in order."""

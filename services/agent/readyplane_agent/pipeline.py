@@ -223,7 +223,9 @@ class Pipeline:
             window.release()
         if fault is None:
             self._arena.mark(path, index)
-        elif fault.kind == "corrupt" and isinstance(reader, FileReader) and self._cache is not None:
+            return None
+        self._arena.drop(path, index)
+        if fault.kind == "corrupt" and isinstance(reader, FileReader) and self._cache is not None:
             self._cache.discard(entry)
         return fault
 
