@@ -18,6 +18,7 @@ from readyplane.core import gate_checks as gc
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable, Unsupported
 from readyplane.core.identity import Manifest, compatible, digest_of_bytes
 from readyplane.core.profile import ClassProfile
+from readyplane.core.safetensors import PREFIX_BYTES, header_bytes, tensors_of
 from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import CheckResult, Fleet, Role, Serving, Worker, WorkerState
 from readyplane.kit.clock import Clock
@@ -30,7 +31,6 @@ PEERS_MAX = 2
 KV_EVENTS_WAIT_S = 3.0
 KV_HASHES_MAX = 64
 KV_SETTLE_S = 1.0
-SAFETENSORS_HEAD_BYTES_MAX = 100 * 2**20
 # Asked of an engine whose artifact records no question: any tokens that every vocabulary has.
 PLAIN_PROMPT = (5, 6, 7, 8, 9, 10, 11, 12)
 PLAIN_TOKENS = 8
@@ -95,7 +95,7 @@ def missing_tensors(arena: Arena, *, ranks: int) -> list[str]:
             continue
         listed = {t.name: t for t in arena.manifest.tensors if t.file == entry.path}
         try:
-            held = safetensors_table(arena.view(entry.path))
+            held = safetensors_table(arena.view(entry.path), file=entry.path)
         except InvalidField as error:
             wrong.update(f"{name} ({error})" for name in listed)
             continue
@@ -108,30 +108,20 @@ def missing_tensors(arena: Arena, *, ranks: int) -> list[str]:
     return sorted(wrong)
 
 
-def safetensors_table(data: memoryview) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """By name: (dtype, shape, offset in the file, size) of a safetensors file.
+def safetensors_table(
+    data: memoryview, *, file: str = "safetensors"
+) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """By name: (dtype, shape, offset in the file, size) of a safetensors file (B128, B133, B134).
 
     Raises:
-        InvalidField: the header is longer than the file, not JSON, or points outside the file.
+        InvalidField: names the file, and the tensor where it is one; see `core.safetensors`.
     """
-    if len(data) < 8:
-        raise InvalidField("safetensors", len(data), "give a file of 8 bytes or more")
-    (length,) = struct.unpack("<Q", data[:8])
-    if length > min(len(data) - 8, SAFETENSORS_HEAD_BYTES_MAX):
-        raise InvalidField("safetensors.header", length, "give a header inside the file")
-    found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
-    try:
-        document = json.loads(bytes(data[8 : 8 + length]))
-        for name, item in document.items():
-            if name == "__metadata__":
-                continue
-            start, end = item["data_offsets"]
-            if not 0 <= start <= end <= len(data) - 8 - length:
-                raise InvalidField(f"safetensors.{name}", [start, end], "stay within the file")
-            found[name] = (item["dtype"], tuple(item["shape"]), 8 + length + start, end - start)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidField("safetensors.header", repr(error), "give a safetensors file") from error
-    return found
+    length = header_bytes(bytes(data[:PREFIX_BYTES]), size_bytes=len(data), file=file)
+    header = bytes(data[PREFIX_BYTES : PREFIX_BYTES + length])
+    return {
+        t.name: (t.dtype, t.shape, t.offset_bytes, t.size_bytes)
+        for t in tensors_of(header, size_bytes=len(data), file=file)
+    }
 
 
 def tokenizer_digest(arena: Arena) -> str:
