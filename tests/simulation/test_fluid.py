@@ -267,6 +267,19 @@ def test_standbys_serve_and_are_billed_as_by_events() -> None:
     assert served[0] == pytest.approx(served[1], abs=2.5)
 
 
+def test_a_decode_worker_that_does_not_lend_its_time_keeps_no_promise() -> None:
+    """Rows of many requests: after a burst that was too much, the pool is as free as before it."""
+    times = [i / 80 for i in range(2400)] + [30 + i / 15 for i in range(1800)]
+    crowd = [WorkloadRequest(i, at, 60, 9, ((i, 60),)) for i, at in enumerate(times)]
+    fleet = (1, 1)
+    asked = overlay(policy("h100-tp4-llama70b", fleet, fleet), {"decode": {"convertible": True}})
+    options = FluidOptions(policy=asked, initial=fleet, record=False, step_s=0.5)
+    served = run_fluid(options, binned(arrivals_of(crowd), bin_s=2.0, rows=16)).served
+    later = served.at_s > 90.0
+    assert np.all(served.ttft_s[later] <= 2.0)
+    assert np.all(served.tpot_s[later] <= 0.05)
+
+
 IN_ORDER = pytest.mark.xfail(
     strict=True,
     reason="rows of many requests are served in order: nobody steps back in an overload",

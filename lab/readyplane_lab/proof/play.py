@@ -11,7 +11,10 @@ from readyplane_lab.simulator.outcome import RunResult
 from readyplane_lab.simulator.world import WorldOptions, run_world
 from readyplane_planner.policy import overlay
 
-FINE_SPAN_S, FINE_STEP_S, COARSE_STEP_S = 7200.0, 1.0, 5.0
+STEP_S, STREAM_STEPS_A_TTFT = 1.0, 4.0
+"""A row of many requests that finds no place waits for the next step: a coarse one alone would make
+it late. Single ones are bound to their second, whatever the step.
+"""
 
 
 def play(case: Case, contender: Contender, knob: float, *, mode: str) -> RunResult:
@@ -22,11 +25,12 @@ def play(case: Case, contender: Contender, knob: float, *, mode: str) -> RunResu
 def play_fielded(case: Case, fielded: Fielded, *, mode: str) -> RunResult:
     """Run one that is ready to play; it keeps state, so it plays once."""
     if mode == "fluid":
-        step_s = FINE_STEP_S if case.span_s <= FINE_SPAN_S else COARSE_STEP_S
         prefill_workers, _ = fielded.initial or case.setting.initial
+        arrivals = case.arrivals(prefill_workers)
+        single = bool((arrivals.weight == 1.0).all())
+        step_s = STEP_S if single else case.setting.slo.ttft_s / STREAM_STEPS_A_TTFT
         return run_fluid(
-            FluidOptions(**_options(case, fielded), block_size=BLOCK_SIZE, step_s=step_s),
-            case.arrivals(prefill_workers),
+            FluidOptions(**_options(case, fielded), block_size=BLOCK_SIZE, step_s=step_s), arrivals
         )
     options = WorldOptions(**_options(case, fielded), block_size=BLOCK_SIZE)
     return run_world(options, case.requests).run()

@@ -327,6 +327,14 @@ class DecodePool:
         if batch.promised_n < 1e-9:
             batch.promised_n = batch.promised_kv = 0.0
 
+    def take_back(self, row: int, parts: list[tuple[Batch, float]]) -> None:
+        """A sequence that has just been booked does not come.
+
+        Not `drop`: that gives back what it finds in a batch, and this one is in none yet.
+        """
+        for batch, part in parts:
+            self.release(batch, row, part)
+
     def drop(self, row: int, parts: list[tuple[Batch, float]]) -> None:
         """A client has left; `parts`: as booked."""
         if self._apart:

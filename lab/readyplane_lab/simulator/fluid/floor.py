@@ -209,7 +209,7 @@ class Floor:
             return False
         parts = self._place[row]
         if any(batch.stall_s > self.router.pair.prefill_ahead_s for batch, _ in parts):
-            self._unbook(row)
+            self.decode.take_back(row, self._place.pop(row))
             return False
         end_s = at_s
         for batch, part in parts:
