@@ -20,7 +20,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoModel:
 
 def came_from(worker: Worker) -> list[str]:
     """What each source gave, as the trace of the start says it: tier, source, bytes."""
-    assert worker.progress is not None
+    if worker.progress is None:
+        return []
     ways = {SegmentName.WEIGHT_TRANSFER, SegmentName.WEIGHT_READ}
     return [s.detail for s in worker.progress.segments if s.name in ways]
 
@@ -62,3 +63,31 @@ async def _two_at_once(c: Cluster) -> None:
         assert worker.serving is not None
         assert worker.serving.tier is WeightTier.L1_HOST
         assert all(way.startswith("L1 ") for way in came_from(worker))
+
+
+async def test_a_source_that_is_killed_costs_only_what_is_missing(
+    tmp_path: Path, demo: DemoModel
+) -> None:
+    """R9.2: half of it came from the peer; the store gives the other half, once."""
+    async with cluster(tmp_path, demo, peers=True) as c:
+        assert c.store is not None
+        await c.agent("p1", "prefill", "--transfer-bytes-per-s", "8e6")
+        await c.ready("p1")
+        told = len(c.store.asked)
+        await c.agent("d1", "decode")
+        await c.until(lambda w: any(megabytes(way) > 8.0 for way in came_from(w)), "d1")
+        c.agents["p1"].kill()
+        whole = await c.until(lambda w: w.ready_s is not None and len(came_from(w)) > 1, "d1")
+        ways = {way.split(" ")[0]: way for way in came_from(whole) if megabytes(way)}
+        assert set(ways) == {"L1", "L4"}
+        assert "dead" in ways["L1"]
+        again = sum(end - start for _, start, end in c.store.asked[told:])
+        assert again / 1e6 == pytest.approx(megabytes(ways["L4"]), abs=0.1)
+        assert megabytes(ways["L1"]) + again / 1e6 == pytest.approx(
+            sum(map(len, c.store.files.values())) / 1e6, abs=0.2
+        )
+
+
+def megabytes(way: str) -> float:
+    """Of `L1 peer:p1:…: 8.4 MB, …`."""
+    return float(way.partition(" MB")[0].rpartition(" ")[2])
