@@ -20,8 +20,11 @@ from readyplane.client import RegistryClient
 from readyplane.core.errors import InvalidField, ReadyplaneError
 from readyplane.core.identity import chunk_hash
 from readyplane.wire import error_from_document
+from readyplane_lab.cli.artifact_export import stored_bytes
+from readyplane_lab.cli.where import Where
 from readyplane_registry.__main__ import Settings, main
 from readyplane_registry.ingest import Facts, Published, RemoteBlobs, publish_directory
+from readyplane_registry.oci_export import export
 from tests.registry_data import document, model_folder, sha256
 
 START_S_MAX = 60.0
@@ -448,6 +451,12 @@ async def test_an_object_store_holds_the_bytes_and_the_registry_serves_their_ran
             assert direct.status_code == 206 and direct.content == whole.content[5:9]
             answer = await rest.post(f"/v1/artifacts/{done.digest}/verify")
             assert answer.json()["ok"] is True
+            where = Where(registry_http=running.http)
+            _layout, read = await export(
+                done.manifest, tmp_path / "oci",
+                read=lambda entry: stored_bytes(where, done.digest, entry),
+            )  # fmt: skip
+            assert read == done.manifest.size_bytes
             absent = await rest.get(f"/v1/blobs/sha256/{'0' * 64}")
             assert absent.status_code == 404
             wrong = await rest.put(f"/v1/blobs/sha256/{'0' * 64}", content=b"<html>no</html>")

@@ -32,6 +32,7 @@ BRAINS = [
             "reports",
             "placement",
             "retrying",
+            "oci",
         )
     ),
     *(

@@ -12,6 +12,7 @@ import typer
 
 from readyplane_lab.cli import (
     artifact,
+    artifact_export,
     artifact_keep,
     attach,
     change,
@@ -103,6 +104,7 @@ app.command("prove", epilog=prove.EXAMPLES)(prove.prove)
 artifact.app.command("sign", epilog=artifact_keep.SIGN_EXAMPLES)(artifact_keep.sign)
 artifact.app.command("retire", epilog=artifact_keep.RETIRE_EXAMPLES)(artifact_keep.retire)
 artifact.app.command("gc", epilog=artifact_keep.GC_EXAMPLES)(artifact_keep.gc)
+artifact.app.command("export", epilog=artifact_export.EXPORT_EXAMPLES)(artifact_export.export)
 artifact.app.add_typer(artifact_keep.key_app, name="key", help="Make keys that sign artifacts.")
 _group(
     artifact.app, "artifact", "Publish, sign, name, show, verify and collect artifacts (models)."
