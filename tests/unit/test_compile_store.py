@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from readyplane.core.compile_key import key_digest
@@ -52,6 +52,7 @@ def test_the_same_contents_are_the_same_bytes(tmp_path: Path) -> None:
     assert index.document() == again.document()
 
 
+@settings(max_examples=25)  # each writes to the disk and waits for it
 @given(
     st.dictionaries(
         st.text("abc/", min_size=1, max_size=6).filter(
