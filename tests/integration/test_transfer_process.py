@@ -71,10 +71,10 @@ async def test_a_source_that_is_killed_costs_only_what_is_missing(
     """R9.2: half of it came from the peer; the store gives the other half, once."""
     async with cluster(tmp_path, demo, peers=True) as c:
         assert c.store is not None
-        await c.agent("p1", "prefill", "--transfer-bytes-per-s", "8e6")
+        await c.agent("p1", "prefill", "--transfer-bytes-per-s", "5e6")
         await c.ready("p1")
         told = len(c.store.asked)
-        await c.agent("d1", "decode")
+        await c.agent("d1", "decode", "--read-connections", "1")  # chunk after chunk
         await c.until(lambda w: any(megabytes(way) > 8.0 for way in came_from(w)), "d1")
         c.agents["p1"].kill()
         whole = await c.until(lambda w: w.ready_s is not None and len(came_from(w)) > 1, "d1")
