@@ -95,7 +95,7 @@ class PacingPolicy:
             between the two it stays, so that it does not swing.
         slowed, steady: the same for a time against its own baseline; `scatter` times its usual
             scatter is added to both.
-        cut, grow: factors a sample. calm_samples: calm windows in a row before the rate grows.
+        cut, grow: factors a sample; grow_idle: while the engine serves nobody. calm_samples: calm windows in a row before the rate grows.
         pressed_samples: windows in a row in which a time is longer than usual before it is cut.
         shy: share of the rate that hurt last beyond which it grows by `creep` a sample only, for
             remember_s.
@@ -116,6 +116,7 @@ class PacingPolicy:
     steady: float = 1.02
     cut: float = 0.5
     grow: float = 1.5
+    grow_idle: float = 4.0
     calm_samples: int = 2
     pressed_samples: int = 2
     scatter: float = 2.0
@@ -219,7 +220,8 @@ def observe(
     unknown = pace.serving and not seen.serving
     if calm < policy.calm_samples or full or unknown or not shown:
         return replace(pace, calm_samples=calm)
-    rate = min(policy.ceiling_bytes_per_s, _grown(pace, policy, now_s))
+    rate = pace.bytes_per_s * policy.grow_idle if seen.idle else _grown(pace, policy, now_s)
+    rate = min(policy.ceiling_bytes_per_s, rate)
     return replace(
         pace, calm_samples=calm, bytes_per_s=rate if rate < 1e13 else math.inf, why=worst.why
     )

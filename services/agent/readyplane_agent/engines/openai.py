@@ -19,6 +19,9 @@ from readyplane_agent.pacing import ServingTimes
 SLEEP_STATE = "vllm:engine_sleep_state"
 KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 
+# As newer and older versions of vLLM call it.
+TPOT_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
+
 
 class OpenAiEngine:
     """A client of one engine.
@@ -149,11 +152,12 @@ class OpenAiEngine:
             m = read_metrics(await self.get("/metrics", timeout_s=5.0))
         except ReadyplaneError:
             return ServingTimes()
+        tpot = next((name for name in TPOT_NAMES if f"{name}_count" in m), TPOT_NAMES[0])
         return ServingTimes(
             ttft_sum_s=m.get("vllm:time_to_first_token_seconds_sum"),
             ttft_count=m.get("vllm:time_to_first_token_seconds_count"),
-            tpot_sum_s=m.get("vllm:inter_token_latency_seconds_sum"),
-            tpot_count=m.get("vllm:inter_token_latency_seconds_count"),
+            tpot_sum_s=m.get(f"{tpot}_sum"),
+            tpot_count=m.get(f"{tpot}_count"),
             kv_sum_s=m.get("vllm:nixl_xfer_time_seconds_sum"),
             kv_bytes_sum=m.get("vllm:nixl_bytes_transferred_sum"),
         )
