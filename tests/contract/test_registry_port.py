@@ -557,3 +557,38 @@ async def test_of_two_publishers_of_one_tag_exactly_one_wins(world: World) -> No
         history = await world.registry.list_tags("two/prod")
         assert len(history) == round_ + 1
         held = history[0].digest
+
+
+async def test_eight_that_start_at_once_form_one_chain(world: World) -> None:
+    """R8.4: nobody reserves by planning, and still no source gets two readers."""
+    data = bytes(range(256)) * 16 * 100  # a hundred chunks: a chain of eight costs eight of them
+    await world.put(data)
+    digest, _created = await world.registry.publish_manifest(document("herd", data=data))
+
+    async def starts(name: str) -> tuple[str, int]:
+        own = Source(
+            name, digest, WeightTier.L1_HOST, f"http://10.0.0.1/{name}", name, f"{name}-1",
+            bandwidth_bytes_per_s=0.3e9, partial=True, readers_max=4,
+        )  # fmt: skip
+        await world.registry.announce_source(own)
+        for turn in range(1, 30):
+            plan = await world.registry.plan_fetch(
+                digest, worker_id=name, incarnation=f"{name}-1", node=""
+            )
+            first = plan.sources[0].source
+            try:
+                await world.registry.acquire_transfer(
+                    first.source_id, digest, worker_id=name, incarnation=f"{name}-1",
+                    request_id="1", source_incarnation=first.incarnation,
+                    readers_seen=first.readers,
+                )  # fmt: skip
+            except Overloaded:
+                await asyncio.sleep(0.002)
+                continue
+            return first.source_id, turn
+        raise AssertionError(f"{name} found no place")
+
+    found = await asyncio.gather(*(starts(f"s{n}") for n in range(8)))
+    parents = [parent for parent, _turns in found]
+    assert sorted(parents).count(STORAGE) == 1 and len(set(parents)) == 8, parents
+    assert max(turns for _parent, turns in found) <= 20

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from obstore.store import S3Store
 
-from readyplane.core.errors import InvalidField, Overloaded, Unavailable
+from readyplane.core.errors import InvalidField, Overloaded, Refused, Unavailable
 from readyplane.core.identity import Manifest
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import SystemClock
 from readyplane.ports import Source
 from readyplane_registry.blob_objects import ObjectBlobs
 from readyplane_registry.blobs import MemoryBlobs
-from readyplane_registry.fetching import NoTally
+from readyplane_registry.fetching import NoTally, RegistryPolicy
 from readyplane_registry.live import MemoryLive
 from readyplane_registry.retrying import RetryPolicy
 from readyplane_registry.service import RegistryService
@@ -46,7 +46,9 @@ class Counted(NoTally):
         self.counts[key] = self.counts.get(key, 0.0) + amount
 
 
-def registry(tally: Counted | None = None) -> tuple[RegistryService, MemoryBlobs]:
+def registry(
+    tally: Counted | None = None, policy: RegistryPolicy | None = None
+) -> tuple[RegistryService, MemoryBlobs]:
     ids = itertools.count()
     blobs = MemoryBlobs()
     service = RegistryService(
@@ -57,6 +59,7 @@ def registry(tally: Counted | None = None) -> tuple[RegistryService, MemoryBlobs
         make_id=lambda: f"t{next(ids)}",
         storage_url=lambda: "http://127.0.0.1:1/v1/blobs",
         tally=tally,
+        policy=policy,
     )
     return service, blobs
 
@@ -260,3 +263,32 @@ async def test_an_outage_is_not_multiplied_by_those_who_try_again() -> None:
     assert 200 <= len(asked) <= 210
     assert tally.counts["store_calls outcome=retried what=asked"] == 10.0
     assert tally.counts["store_calls outcome=failed what=asked"] == 200.0
+
+
+async def test_b124_that_bytes_are_there_is_believed_for_a_moment_by_plans_only() -> None:
+    """A store that is far is not asked by every plan; who doubts it makes the next plan ask."""
+    policy = RegistryPolicy(storage_asked_every_s=60.0)
+    service, blobs = registry(policy=policy)
+    manifest = await publish(service, blobs)
+    asked = 0
+    ask = blobs.missing
+
+    async def counted(files: Any) -> tuple[str, ...]:
+        nonlocal asked
+        asked += 1
+        return await ask(files)
+
+    blobs.missing = counted  # type: ignore[method-assign]
+    plans = [await service.plan_fetch(manifest.digest, node="", **ME) for _ in range(5)]
+    assert all(len(plan.sources) == 1 for plan in plans)
+    assert asked == 1
+    await blobs.remove(DIGEST)
+    with pytest.raises(Refused):
+        await service.publish_manifest(document("m", data=DATA))
+    name = plans[0].sources[0].source.source_id
+    taken = await service.acquire_transfer(name, manifest.digest, request_id="1", **ME)
+    await service.release_transfer(
+        taken.transfer_id, transferred_bytes=0, elapsed_s=0.1, failure="corrupt: an empty body"
+    )
+    plan = await service.plan_fetch(manifest.digest, node="", **ME)
+    assert plan.sources == () and "not whole" in plan.excluded[0]

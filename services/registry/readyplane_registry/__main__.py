@@ -24,6 +24,7 @@ from readyplane.kit.telemetry import metrics, setup_logging
 from readyplane_registry import api, rpc
 from readyplane_registry.blob_files import FileBlobs
 from readyplane_registry.blob_http import BlobRoutes
+from readyplane_registry.blob_objects import ObjectBlobs
 from readyplane_registry.blob_urls import open_store, removal_of
 from readyplane_registry.blobs import ByteStore
 from readyplane_registry.collecting import Collecting
@@ -36,6 +37,7 @@ from readyplane_registry.retention import DAY_S, RetentionPolicy
 from readyplane_registry.service import RegistryService
 
 WATCH_EVERY_S = 5.0
+OBJECTS_ASKED_EVERY_S = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -139,6 +141,7 @@ async def main(settings: Settings) -> None:
             transfer_ttl_s=settings.transfer_ttl_s,
             storage_readers_max=settings.storage_readers_max,
             storage_tier=blobs.tier,
+            storage_asked_every_s=OBJECTS_ASKED_EVERY_S if isinstance(blobs, ObjectBlobs) else 0.0,
         )
         store, live = PostgresCatalog(engine), RedisLive(client, weight=policy.ranking.weight)
         service = RegistryService(

@@ -79,6 +79,8 @@ class RegistryPolicy:
         transfer_ttl_s: a reader's place counts this long unless renewed.
         storage_readers_max: readers' places at the registry's own byte store.
         storage_tier: L4 for an object store, L3 for a mount that all nodes have.
+        storage_asked_every_s: how long a plan believes that the byte store has an artifact whole;
+            0: each plan asks.
         ranking: how sources are ranked and judged.
     """
 
@@ -86,6 +88,7 @@ class RegistryPolicy:
     transfer_ttl_s: float = 15.0
     storage_readers_max: int = 8
     storage_tier: WeightTier = WeightTier.L4_OBJECT
+    storage_asked_every_s: float = 0.0
     ranking: SourcePolicy = rates.DEFAULT_POLICY
 
 
@@ -114,6 +117,8 @@ class Fetching:
         self._manifest_of, self._live, self._blobs = manifest_of, live, blobs
         self._make_id, self._storage_url = make_id, storage_url
         self._policy, self._tally, self._doubt = policy, tally, doubt
+        self._clock = clock
+        self._whole_until_s: dict[str, float] = {}
         self._storage_id = sources.STORAGE_PREFIX + name
         # Readers of storage are bounded here when the live store is away.
         self._alone = MemoryLive(clock, weight=policy.ranking.weight)
@@ -204,13 +209,17 @@ class Fetching:
         excluded: list[str] = []
         live: list[LiveSource] = []
         tiers: Mapping[WeightTier, rates.Bandwidth] = {}
+        # Readers first: a plan that knows of a newer reader, and not yet whom others may read
+        # behind, would send two to one place.
         try:
+            readers = await self._live.readers(self._storage_id)
             live = await self._live.sources(manifest.digest)
             tiers = await self._live.tiers()
         except Unavailable as error:
+            readers = await self._alone.readers(self._storage_id)
             self._tally.count("degraded", what="plan")
             excluded.append(f"peers: not known now, {error}")
-        storage = await self._storage(manifest, tiers)
+        storage = await self._storage(manifest, tiers, readers)
         if isinstance(storage, str):
             excluded.append(f"{self._storage_id}: {storage}")
             return Known(tuple(live), None, tiers, tuple(excluded))
@@ -226,19 +235,18 @@ class Fetching:
         return await self._live.bars()
 
     async def _storage(
-        self, manifest: Manifest, tiers: Mapping[WeightTier, rates.Bandwidth]
+        self, manifest: Manifest, tiers: Mapping[WeightTier, rates.Bandwidth], readers: int
     ) -> Candidate | str:
         """The registry's own bytes as a source, or why they are none."""
         url = self._storage_url()
         if not url:
             return "this registry serves no bytes"
-        missing = await self._blobs.missing(manifest.files)
-        if missing:
-            return f"its bytes are not whole: {missing[0]}"
         try:
-            readers = await self._live.readers(self._storage_id)
-        except Unavailable:
-            readers = await self._alone.readers(self._storage_id)
+            missing = await self._missing(manifest)
+        except Unavailable as error:
+            return str(error)
+        if missing:
+            return f"its bytes are not whole: {missing}"
         return Candidate(
             source_id=self._storage_id,
             tier=self._policy.storage_tier,
@@ -248,6 +256,22 @@ class Fetching:
             readers=readers,
             readers_max=self._policy.storage_readers_max,
         )
+
+    async def _missing(self, manifest: Manifest) -> str:
+        """What storage lacks, empty when it lacks nothing.
+
+        An object store is not asked for every file with every plan: that it had all is believed for
+        `storage_asked_every_s`, unless a reader doubts it; that it lacked something never is.
+        """
+        now_s = self._clock.monotonic_s()
+        if self._whole_until_s.get(manifest.digest, 0.0) > now_s:
+            return ""
+        missing = await self._blobs.missing(manifest.files)
+        believed = {d: s for d, s in self._whole_until_s.items() if s > now_s}
+        if not missing and self._policy.storage_asked_every_s > 0:
+            believed[manifest.digest] = now_s + self._policy.storage_asked_every_s
+        self._whole_until_s = believed
+        return missing[0] if missing else ""
 
     # ------------------------------------------------------------------------------- transfers
 
@@ -358,6 +382,7 @@ class Fetching:
         self._tally.count("transfers", tier=tier, outcome=outcome)
         self._tally.count("transferred_bytes", float(transferred_bytes), tier=tier)
         if verdict.outcome == "corrupt" and sources.is_storage(record.source_id):
+            self._whole_until_s.pop(record.digest, None)
             self._doubt(record.digest)
         if released.barred:
             self._tally.count("bars", tier=tier, outcome=verdict.outcome)
