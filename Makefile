@@ -182,3 +182,7 @@ $(LOADER_PEERS)/stamp: tools/requirements-loader-peers.txt
 .PHONY: bench-loader
 bench-loader: setup $(LOADER_PEERS)/stamp ## The agent's loader beside raw reads and other loaders, on 2.2 GB (ARGS="--shards 2").
 	$(PY) -m bench.loader $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: setup ## The loader's host-to-device stage, where there are a GPU and PyTorch; says so elsewhere.
+	@$(PY) -m tests.gpu.host_to_device $(ARGS)

@@ -82,7 +82,9 @@ class AdoptedArena(Mapping[str, "np.ndarray[Any, Any]"]):
         slot = self.slots[name]
         kind = np.dtype(NUMPY[slot.dtype])
         if slot.size_bytes == 0:
-            return np.empty(slot.shape, kind)
+            nothing = np.empty(slot.shape, kind)
+            nothing.flags.writeable = False
+            return nothing
         count = slot.size_bytes // kind.itemsize
         flat = np.frombuffer(self._map, kind, count=count, offset=slot.offset_bytes)
         return flat.reshape(slot.shape)

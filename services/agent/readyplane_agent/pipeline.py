@@ -24,6 +24,8 @@ from readyplane_agent.files import FileReader
 from readyplane_agent.ranges import Fault, RangeReader
 from readyplane_agent.source_use import SourceUse
 
+STALL_S = 120.0
+STALL_CHECK_S = 1.0
 LEFT = Fault("busy", "left before it was asked")
 
 
@@ -55,6 +57,29 @@ class InOrder:
     def done(self, chunk: tuple[str, int], fault: Fault | None) -> bool:  # noqa: ARG002
         """See `Todo`."""
         return fault is None
+
+
+def staging_share(
+    staging_bytes: int, *, node_bytes: int, node_processes: int, chunk_bytes: int
+) -> int:
+    """The budget of one process, so that all of a node together stay within theirs (B131).
+
+    Args:
+        staging_bytes: what one may have at most. node_bytes: what all may have together.
+        node_processes: how many load at once: workers or ranks.
+
+    Raises:
+        InvalidField: a share has no room for one chunk.
+    """
+    share = min(staging_bytes, node_bytes // node_processes)
+    if share < chunk_bytes:
+        raise InvalidField(
+            "--staging-node-bytes",
+            node_bytes,
+            f"give {node_processes} processes at least one chunk each, "
+            f"{node_processes * chunk_bytes} bytes",
+        )
+    return share
 
 
 class StagingBudget:
@@ -95,6 +120,7 @@ class Pipeline:
         arena: filled and marked here. clock: time. staging_bytes: budget of unverified bytes.
         connections: to one source at once. cache: node's cache, from which a file is taken out
             that is not what its name says.
+        stall_s: a local source of which nothing has come for so long is left, saying where.
 
     Raises:
         InvalidField: a chunk does not fit in the budget.
@@ -108,6 +134,7 @@ class Pipeline:
         staging_bytes: int,
         connections: int,
         cache: WeightCache | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
         chunk = min(arena.manifest.chunk_bytes, arena.manifest.size_bytes)
         if chunk > staging_bytes:
@@ -115,7 +142,8 @@ class Pipeline:
                 "--staging-bytes", staging_bytes, f"give at least one chunk, {chunk} bytes"
             )
         self._arena, self._clock, self._cache = arena, clock, cache
-        self._connections = connections
+        self._connections, self._stall_s = connections, stall_s
+        self._doing: dict[int, tuple[str, float]] = {}
         self.budget = StagingBudget(staging_bytes)
 
     async def fill(
@@ -152,21 +180,71 @@ class Pipeline:
                 loop.run_in_executor(pool, self._drain, reader, asked, use, gone, stop)
                 for reader in readers
             ]
-            await asyncio.gather(*work)
+            await self._watched(work, use, local=_local(readers))
         except ReadyplaneError as error:
             use.fault = Fault("dead", str(error))
         finally:
             gone.set()
-            for reader in readers:
-                if not isinstance(reader, FileReader):
-                    reader.close()  # wakes a thread that receives
-            if work:
-                await asyncio.wait(work)
-            for reader in readers:
-                if isinstance(reader, FileReader):
-                    use.ways.add(reader.ways)
-                    reader.close()
+            await self._ended(readers, work, use, stop)
             pool.shutdown(wait=False)
+
+    async def _watched(
+        self, work: Sequence[asyncio.Future[None]], use: SourceUse, *, local: bool
+    ) -> None:
+        """Wait for all threads; of a local source not beyond the time in which nothing moves.
+
+        Sources over the network have limits of their own, and may be told to pause.
+        """
+        pending = set(work)
+        while pending:
+            done, pending = await asyncio.wait(
+                pending,
+                timeout=min(STALL_CHECK_S, self._stall_s) if local else None,
+                return_when=asyncio.FIRST_EXCEPTION,
+            )
+            for each in done:
+                each.result()
+            stalled = self._stalled() if local else ""
+            if pending and stalled:
+                use.fault = Fault("slow", stalled)
+                return
+
+    def _stalled(self) -> str:
+        """What has been going on for too long, empty when something moves."""
+        doing = list(self._doing.values())
+        now_s = self._clock.monotonic_s()
+        if not doing or any(now_s - since_s < self._stall_s for _, since_s in doing):
+            return ""
+        what, since_s = min(doing, key=lambda item: item[1])
+        return f"{what} for {now_s - since_s:.0f} s"
+
+    async def _ended(
+        self,
+        readers: Sequence[RangeReader],
+        work: Sequence[asyncio.Future[None]],
+        use: SourceUse,
+        stop: threading.Event,
+    ) -> None:
+        """All threads have let go of the arena, or the whole load ends.
+
+        A read that hangs in the kernel cannot be taken back: it may still write to its chunk, so
+        no other source may fill this arena.
+        """
+        for reader in readers:
+            if not isinstance(reader, FileReader):
+                reader.close()  # wakes a thread that receives
+        pending: set[asyncio.Future[None]] = set()
+        if work:
+            _, pending = await asyncio.wait(
+                work, timeout=self._stall_s if _local(readers) else None
+            )
+        if pending:
+            stop.set()
+            return
+        for reader in readers:
+            if isinstance(reader, FileReader):
+                use.ways.add(reader.ways)
+                reader.close()
 
     def _count(
         self, reader: RangeReader, missing: Sequence[tuple[str, int]], connections: int
@@ -214,12 +292,15 @@ class Pipeline:
         assert entry is not None
         self._arena.prefault_chunk(path, index)
         window = self._arena.window(path, index)
+        here = threading.get_ident()
+        self._doing[here] = (f"reading {path}[{index}]", self._clock.monotonic_s())
         try:
             found = _read_hashed(reader, entry, start, window)
             fault = found if isinstance(found, Fault) else None
             if fault is None and found != entry.chunks[index]:
                 fault = Fault("corrupt", f"{path}: chunk {index} is not what the manifest says")
         finally:
+            del self._doing[here]
             window.release()
         if fault is None:
             self._arena.mark(path, index)
@@ -228,6 +309,10 @@ class Pipeline:
         if fault.kind == "corrupt" and isinstance(reader, FileReader) and self._cache is not None:
             self._cache.discard(entry)
         return fault
+
+
+def _local(readers: Sequence[RangeReader]) -> bool:
+    return bool(readers) and isinstance(readers[0], FileReader)
 
 
 def _read_hashed(

@@ -7,8 +7,6 @@ router's gate judges the values itself. A probe that cannot be made says so and 
 from __future__ import annotations
 
 import asyncio
-import json
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle

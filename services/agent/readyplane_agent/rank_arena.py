@@ -77,11 +77,14 @@ class RankArena(Arena):
             data = self._buffers.held((path, index))[:size]
             try:
                 for placed in self._by_file.get(path, ()):
-                    place(placed, start, data, self.memory.view)
+                    self._place(placed, start, data)
             finally:
                 data.release()
                 self._buffers.give((path, index))
         super().mark(path, index)
+
+    def _place(self, placed: Placement, start: int, data: memoryview) -> None:
+        place(placed, start, data, self.memory.view)
 
     def drop(self, path: str, index: int) -> None:
         """A chunk came to nothing: its buffer is free."""

@@ -49,6 +49,8 @@ HELP: Mapping[str, str] = {
     "pool_dir": "node's pool of arenas in shared memory, kept across restarts (tier L1)",
     "pool_bytes_max": "most bytes of all arenas of the pool, in use or not",
     "staging_bytes": "most bytes read and not yet verified at once",
+    "staging_node_bytes": "most staging of all processes of this node together",
+    "node_processes": "workers or ranks of this node that may load at once; each has its share",
     "read_connections": "connections to one source at once",
     "transfer_readers_max": "peers that may read our weights at once",
     "transfer_bytes_per_s": "most bytes per second given to peers; 0: no limit",
@@ -98,6 +100,8 @@ class AgentSettings:
     pool_dir: Path | None = None
     pool_bytes_max: int = 64 * 2**30
     staging_bytes: int = 64 * 2**20
+    staging_node_bytes: int = 2 * 2**30
+    node_processes: int = 8
     read_connections: int = 4
     transfer_readers_max: int = 2
     transfer_bytes_per_s: float = 0.0
@@ -210,6 +214,8 @@ def _checked(s: AgentSettings) -> AgentSettings:
         "generation",
         "pool_bytes_max",
         "staging_bytes",
+        "staging_node_bytes",
+        "node_processes",
         "read_connections",
         "cache_bytes_max",
         "compile_bytes_max",

@@ -40,6 +40,7 @@ from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort, EngineSpec
 from readyplane_agent.lifecycle import Event
 from readyplane_agent.loader import Loader
+from readyplane_agent.pipeline import staging_share
 from readyplane_agent.reading import Reader
 from readyplane_agent.reuse import Reuse
 from readyplane_agent.settings import AgentSettings
@@ -218,7 +219,12 @@ class Start:
             reader=Reader(self._s.worker_id, self._incarnation, self._s.node),
             trace=self._trace,
             cache=self._cache,
-            staging_bytes=self._s.staging_bytes,
+            staging_bytes=staging_share(
+                self._s.staging_bytes,
+                node_bytes=self._s.staging_node_bytes,
+                node_processes=self._s.node_processes,
+                chunk_bytes=min(manifest.chunk_bytes, manifest.size_bytes),
+            ),
             connections=self._s.read_connections,
             limit_s=self._s.fetch_limit_s,
             token=self._s.token,
