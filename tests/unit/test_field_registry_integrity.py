@@ -10,9 +10,21 @@ from typing import Any
 
 import pytest
 
-from readyplane.core.errors import InvalidField, Overloaded, Refused, Unavailable
+from readyplane.core.errors import (
+    IdentityMismatch,
+    InvalidField,
+    Overloaded,
+    Refused,
+    Unavailable,
+)
 from readyplane.core.startup import WeightTier
+from readyplane.kit.clock import SystemClock
 from readyplane.ports import Source
+from readyplane_agent import loader
+from readyplane_agent.arena import Arena
+from readyplane_agent.cache import WeightCache
+from readyplane_agent.reading import Reader
+from readyplane_agent.trace import StartTrace
 from readyplane_registry.blob_files import FileBlobs
 from readyplane_registry.blob_removal import FolderRemoval
 from readyplane_registry.collecting import Collected, Collecting
@@ -23,6 +35,7 @@ from readyplane_registry.retention import RetentionPolicy
 from readyplane_registry.service import RegistryService
 from readyplane_registry.store import MemoryCatalog
 from tests.registry_data import document, model_folder, sha256
+from tests.unit.agent_twins import TwinRegistry, artifact
 
 DAY_S = 86_400.0
 POLICY = RetentionPolicy(keep_untagged_s=30 * DAY_S, keep_history_s=30 * DAY_S, grace_s=3600.0)
@@ -371,3 +384,48 @@ async def test_only_one_collection_runs_at_a_time(world: World) -> None:
     )
     assert all(isinstance(a, Collected | Exception) for a in answers)
     assert any(isinstance(a, Collected) for a in answers)
+
+
+class Away(TwinRegistry):
+    """A registry that cannot be reached."""
+
+    async def plan_fetch(self, *_: Any, **__: Any) -> Any:
+        raise Unavailable("the registry cannot be reached", "start it")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "filled up with zeroes"])
+@pytest.mark.parametrize("registry", [TwinRegistry, Away])
+async def test_b121_no_way_of_loading_takes_a_truncated_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, registry: type[TwinRegistry]
+) -> None:
+    """B121: with the registry there or away, the node's damaged copy is refused and taken out."""
+    monkeypatch.setattr(loader, "ROUNDS_MAX", 2)
+    monkeypatch.setattr(loader, "ROUND_WAIT_S", 0.001)
+    art = artifact()
+    cache = WeightCache(tmp_path, bytes_max=2**30)
+    for entry in art.manifest.files:
+        cache.locate(entry).write_bytes(art.files[entry.path])
+    assert cache.holds(art.manifest)
+    victim = next(entry for entry in art.manifest.files if entry.purpose == "weights")
+    os.truncate(cache.locate(victim), victim.size_bytes - 5)
+    if damage != "truncated":
+        os.truncate(cache.locate(victim), victim.size_bytes)  # as a power cut may leave it
+    clock = SystemClock()
+    arena = Arena(art.manifest)
+    load = loader.Loader(
+        arena,
+        registry=registry(),  # type: ignore[arg-type]
+        clock=clock,
+        reader=Reader("w1", "w1-abc", "local"),
+        trace=StartTrace(clock, process_start_s=clock.monotonic_s()),
+        cache=cache,
+        limit_s=10.0,
+    )
+    with pytest.raises((Unavailable, IdentityMismatch)):
+        await load.run([])
+    assert not arena.complete
+    if damage != "truncated":
+        assert not cache.locate(victim).exists()
+        (fault,) = load.fetched.faults[:1]
+        assert f"{victim.path}: chunk" in fault
+    arena.close()

@@ -71,7 +71,7 @@ def staging_share(
     Raises:
         InvalidField: a share has no room for one chunk.
     """
-    share = min(staging_bytes, node_bytes // node_processes)
+    share = node_bytes // node_processes
     if share < chunk_bytes:
         raise InvalidField(
             "--staging-node-bytes",
@@ -79,7 +79,7 @@ def staging_share(
             f"give {node_processes} processes at least one chunk each, "
             f"{node_processes * chunk_bytes} bytes",
         )
-    return share
+    return min(staging_bytes, share)
 
 
 class StagingBudget:
