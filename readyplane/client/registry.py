@@ -25,7 +25,7 @@ from readyplane.ports import (
 )
 from readyplane.v1 import registry_pb2 as pb
 from readyplane.v1 import registry_pb2_grpc
-from readyplane.wire.registry import ranges_to_proto
+from readyplane.wire.registry import ranges_to_proto, resolution_from_proto
 
 PUBLISH_TIMEOUT_S = 120.0
 PAGE_SIZE = 500
@@ -167,7 +167,7 @@ class RegistryClient(ServiceClient):
             ),
         )
         found = _checked(response.manifest_json, response.digest) if response.digest else None
-        return wire.resolution_from_proto(response, found)
+        return resolution_from_proto(response, found)
 
     async def announce_source(self, source: Source) -> float:
         """Announce or refresh; returns the ttl in seconds."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from readyplane import ports, wire
-from readyplane.core import breakdown, kv, ration, work, worker
+from readyplane.core import breakdown, kv, ration, trust, work, worker
 from readyplane.core.chunks import union
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import KvFormat
@@ -193,6 +193,13 @@ CASES: dict[str, st.SearchStrategy[Any]] = {
         ports.ManifestSummary, texts, texts, texts, whole, small, small, walls, many(texts)
     ),
     "tag": st.builds(ports.Tag, texts, texts, whole, walls),
+    "trail": st.builds(
+        trust.Trail,
+        many(st.builds(trust.Signature, texts, st.binary(max_size=4), texts, walls)),
+        many(
+            st.builds(trust.ManifestEvent, texts, st.dictionaries(texts, texts, max_size=2), walls)
+        ),
+    ),
     "source": sources,
     "ranked_source": ranked,
     "fetch_plan": st.builds(ports.FetchPlan, many(ranked), many(texts), maybe(seconds)),
