@@ -2,12 +2,15 @@
 
 import asyncio
 import hashlib
+import importlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
-from sqlalchemy import text
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -319,3 +322,46 @@ async def test_the_database_refuses_to_change_what_is_only_added(database_url: s
         assert len((await stores.catalog.trail(digest)).signatures) == 1
     finally:
         await engine.dispose()
+
+
+async def test_a_database_of_the_first_version_knows_its_blobs_after_the_upgrade(
+    database_url: str,
+) -> None:
+    """What was published before references were kept is as safe from collection as what came after."""
+    engine = async_engine(database_url)
+    mine = record(b"published long ago")
+    try:
+        async with engine.begin() as connection:
+            await connection.execute(text("DROP SCHEMA public CASCADE"))
+            await connection.execute(text("CREATE SCHEMA public"))
+            await connection.run_sync(_first_version)
+        values = {f: getattr(mine, f) for f in ("digest", "document", "kind", "model")}
+        columns = "digest, document, kind, model, size_bytes, file_count, tensor_count, create_time"
+        async with engine.begin() as connection:
+            await connection.execute(
+                text(
+                    f"INSERT INTO manifests ({columns})"
+                    " VALUES (:digest, :document, :kind, :model, 1, 1, 1, now())"
+                ),
+                values,
+            )
+        await migrate(database_url, "readyplane_registry")
+        keeping = PostgresKeeping(engine)
+        orphan = blob()
+        found = await keeping.unkept(
+            [blob(b"published long ago"), orphan], now_s=NOW_S, grace_s=GRACE_S
+        )
+        assert found == (orphan,)
+        held = await PostgresCatalog(engine).get_manifest(mine.digest)
+        assert held is not None and held.manifest.digest == mine.digest
+    finally:
+        await engine.dispose()
+
+
+def _first_version(connection: Connection) -> None:
+    version = importlib.import_module("readyplane_registry.migrations.versions.0001_catalog")
+    context = MigrationContext.configure(connection)
+    with Operations.context(context):
+        version.upgrade()
+    connection.execute(text("CREATE TABLE alembic_version_registry (version_num text PRIMARY KEY)"))
+    connection.execute(text("INSERT INTO alembic_version_registry VALUES ('registry_0001')"))
