@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from readyplane.core.errors import InvalidField, NotFound, Refused
-from readyplane_lab.cli import output
+from readyplane_lab.cli import artifact_progress, output
 from readyplane_lab.cli.flags import Json, examples, switch
 from readyplane_lab.cli.where import (
     RegistryAddress,
@@ -193,34 +193,8 @@ def _publish(
                 progress=progress,
             )
 
-    with _bars() as progress:
+    with artifact_progress.shown() as progress:
         return run(work(progress))
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[Progress], None]]:
-    """One bar for hashing and one for uploading: bytes, rate and time left; on stderr, gone at the end."""
-    from rich import progress
-
-    bar = progress.Progress(
-        progress.TextColumn("{task.description:<10}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=output.console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
-    tasks: dict[str, Any] = {}
-
-    def moved(step: Progress) -> None:
-        if step.phase not in tasks:
-            tasks[step.phase] = bar.add_task(step.phase, total=step.total_bytes)
-        bar.update(tasks[step.phase], completed=step.done_bytes, total=step.total_bytes)
-
-    with bar:
-        yield moved
 
 
 def _tell_published(published: Published, *, as_json: bool) -> None:

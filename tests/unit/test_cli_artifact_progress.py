@@ -1,0 +1,43 @@
+"""What is told of a publication where there is no terminal: bytes, rate, time left, now and then."""
+
+import pytest
+
+from readyplane_lab.cli.artifact_progress import LINE_EVERY_S, Lines, line
+from readyplane_registry.ingest import Progress
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic_s(self) -> float:
+        return self.now
+
+    def wall_s(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def step(done: int, phase: str = "upload") -> Progress:
+    return Progress(phase, "f", done, 10_000_000)
+
+
+def test_a_line_has_bytes_rate_and_time_left() -> None:
+    told = line(step(2_500_000), elapsed_s=5.0)
+    assert told == "upload: 2.5 MB of 10.0 MB, 500 kB/s, 15 s left"
+    assert line(step(0), elapsed_s=5.0) == "upload: 0 B of 10.0 MB", "no rate is no time left"
+
+
+def test_lines_come_now_and_then_and_rates_are_of_their_phase(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    lines = Lines(clock)
+    for phase in ("hash", "upload"):
+        for n in range(1, 5):
+            lines(step(n * 1_000_000, phase))
+            clock.now += LINE_EVERY_S / 2
+    told = capsys.readouterr().err.splitlines()
+    assert [t.partition(":")[0] for t in told] == ["hash", "upload"]
+    assert all("3.0 MB of 10.0 MB, 300 kB/s" in t for t in told)
