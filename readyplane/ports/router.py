@@ -72,7 +72,13 @@ class RenewalAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """How far one rank is: scheduled, verified, connected, placed, canary_passed, failed."""
+    """How far one rank is: scheduled, verified, connected, placed, canary_passed, failed.
+
+    Attributes:
+        life: how often the rank has started anew in this generation.
+        communicator: sum of the lives of the ranks it is connected with, its own included.
+        progress: a number that grows while it gets on, told again and again within a long step.
+    """
 
     worker_id: str
     incarnation: str
@@ -81,6 +87,9 @@ class RankReport:
     step: str
     manifest_digest: str = ""
     detail: str = ""
+    life: int = 0
+    communicator: int = 0
+    progress: int = 0
 
 
 @dataclass(frozen=True, slots=True)

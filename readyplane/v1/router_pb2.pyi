@@ -228,6 +228,9 @@ class ReportRankRequest(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
+    LIFE_FIELD_NUMBER: builtins.int
+    COMMUNICATOR_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     incarnation: builtins.str
@@ -237,6 +240,16 @@ class ReportRankRequest(google.protobuf.message.Message):
     """scheduled, verified, connected, placed, canary_passed or failed."""
     manifest_digest: builtins.str
     detail: builtins.str
+    life: builtins.int
+    """How often this rank has started anew in this generation of its group."""
+    communicator: builtins.int
+    """Sum of the lives of the ranks that it is connected with, its own included. What was passed in
+    another communicator than the present one is void.
+    """
+    progress: builtins.int
+    """Any number that grows while the rank gets on; a rank that tells none within a long step is
+    given up after the policy's barrier_stall_s.
+    """
     def __init__(
         self,
         *,
@@ -248,8 +261,11 @@ class ReportRankRequest(google.protobuf.message.Message):
         step: builtins.str = ...,
         manifest_digest: builtins.str = ...,
         detail: builtins.str = ...,
+        life: builtins.int = ...,
+        communicator: builtins.int = ...,
+        progress: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "epoch", b"epoch", "incarnation", b"incarnation", "manifest_digest", b"manifest_digest", "rank", b"rank", "request_id", b"request_id", "step", b"step", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["communicator", b"communicator", "detail", b"detail", "epoch", b"epoch", "incarnation", b"incarnation", "life", b"life", "manifest_digest", b"manifest_digest", "progress", b"progress", "rank", b"rank", "request_id", b"request_id", "step", b"step", "worker_id", b"worker_id"]) -> None: ...
 
 Global___ReportRankRequest: typing_extensions.TypeAlias = ReportRankRequest
 

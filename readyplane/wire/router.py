@@ -165,6 +165,9 @@ def rank_report_to_proto(report: RankReport, *, request_id: str = "") -> pb.Repo
         step=report.step,
         manifest_digest=report.manifest_digest,
         detail=report.detail,
+        life=report.life,
+        communicator=report.communicator,
+        progress=report.progress,
     )
 
 
@@ -178,6 +181,9 @@ def rank_report_from_proto(message: pb.ReportRankRequest) -> RankReport:
         step=message.step,
         manifest_digest=message.manifest_digest,
         detail=message.detail,
+        life=message.life,
+        communicator=message.communicator,
+        progress=message.progress,
     )
 
 

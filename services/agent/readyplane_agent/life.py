@@ -320,6 +320,8 @@ class Life:
             elif self.state is not State.DRAINING and self.state in SERVES:
                 deadline_s = directive.deadline_s or self.settings.drain_deadline_s
                 self._begin_drain(deadline_s, why)
+        elif directive.kind == "stop" and self.state in STARTS:
+            self.end(Event.START_FAILED, why)
         elif directive.kind in {"leave", "stop"}:
             self.end(Event.LEAVE_ASKED, why)
         elif directive.kind == "activate":

@@ -59,7 +59,6 @@ SMALL_POLL_S = 0.005
 PATIENCE_S = 60.0
 PAUSE_S = 0.2
 PAUSE_MAX_S = 2.0
-BARRIER_LIMIT_S = 600.0
 
 
 @dataclass(slots=True)
@@ -531,17 +530,21 @@ class Start:
         self._tell(Event.STOOD_BY if verdict.standby else Event.ADMITTED)
 
     async def _barrier(self) -> int:
-        """Report the last step (which implies the others) until all ranks have done so."""
-        until_s = self._clock.monotonic_s() + BARRIER_LIMIT_S
+        """Report the last step (which implies the others) until all ranks have done so.
+
+        How long the others may take is the router's to judge, by their progress; a whole start
+        takes `start_limit_s` at most.
+        """
+        until_s = self._clock.monotonic_s() + self._s.start_limit_s
         while True:
             status = await self._rank("canary_passed")
             if status.state == "published":
                 return status.group_epoch
             if self._clock.monotonic_s() > until_s:
                 raise Unavailable(
-                    f"the group did not form within {BARRIER_LIMIT_S:.0f} s, waiting for "
+                    f"the group did not form within {self._s.start_limit_s:.0f} s, waiting for "
                     + ", ".join(status.waiting_for),
-                    "look at the ranks named",
+                    "look at the ranks named, or raise --start-limit-s",
                 )
             await self._clock.sleep(BARRIER_POLL_S)
 

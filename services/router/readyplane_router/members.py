@@ -239,6 +239,6 @@ def check_offer(offer: WorkerOffer) -> None:
         raise InvalidField("offer.agent_url", offer.agent_url, "use http://host:port")
 
 
-def new_group(offer: WorkerOffer) -> group.Group:
+def new_group(offer: WorkerOffer, *, now_s: float) -> group.Group:
     """The group of a worker that has just registered."""
-    return group.Group(offer.ranks, offer.manifest_digest)
+    return group.Group(offer.ranks, offer.manifest_digest, began_s=now_s)

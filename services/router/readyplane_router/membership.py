@@ -75,7 +75,7 @@ class Membership(Telling):
             offer,
             epoch,
             WorkerState.PROVISIONED,
-            new_group(offer),
+            new_group(offer, now_s=now_s),
             mine=True,
             provisioned_s=now_s,
             provisioned_wall_s=self._clock.wall_s(),
@@ -206,16 +206,27 @@ class Membership(Telling):
             step=report.step,
             manifest_digest=report.manifest_digest,
             detail=report.detail,
+            life=report.life,
+            communicator=report.communicator,
+            progress=report.progress,
+            now_s=self._clock.monotonic_s(),
         )
         if member.group.complete and member.group.state == group.FORMING:
             epoch = await self._epochs.next()
             member.group = group.publish(member.group, epoch)
-        if member.group.state == group.FAILED and member.seat is not None:
-            await self._end(member, f"its group failed: {member.group.failure}")
+        await self._end_of_failed(member)
         waiting = member.group.waiting_for()
         if member.group.failure:
             waiting = (member.group.failure,)
         return GroupStatus(member.group.state, member.group.epoch, waiting)
+
+    async def _end_of_failed(self, member: Member) -> None:
+        """A failed group serves nobody; while it forms its ranks are told to stop (`telling`)."""
+        if member.group.state != group.FAILED:
+            return
+        serves = (WorkerState.READY, WorkerState.STALLED, WorkerState.STANDBY)
+        if member.seat is not None or member.state in serves:
+            await self._end(member, f"its group failed: {member.group.failure}")
 
     async def admit(
         self,
@@ -323,11 +334,25 @@ class Membership(Telling):
             elif member.state in (WorkerState.READY, WorkerState.STALLED) and member.mine:
                 await self._stall_or_recover(member)
             else:
+                self._look_at_barrier(member, now_s)
                 await self._expire_word(member, now_s)
             if member.seat is not None:
                 member.seat.sequences_cap = self._cap(member, now_s)
         for model in {m.offer.model for m in self._members.values()}:
             self._desk(model).look_at_circuits(now_s=now_s)
+
+    def _look_at_barrier(self, member: Member, now_s: float) -> None:
+        """A rank that is awaited and does not get on fails its generation."""
+        if not member.mine or member.group.state != group.FORMING:
+            return
+        stall_s = self.policy.barrier_stall_s
+        member.group = group.overdue(member.group, now_s=now_s, stall_s=stall_s)
+        if member.group.failure:
+            log.warning(
+                "a group failed to form",
+                extra={"worker": member.offer.worker_id, "why": member.group.failure},
+            )
+            self._roster.bump()
 
     async def _stall_or_recover(self, member: Member) -> None:
         stalled = member.stalled_for_s() >= self.policy.stalled_after_s

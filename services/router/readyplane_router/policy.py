@@ -38,6 +38,8 @@ class RouterPolicy:
         window_s, window_samples_max: of the latencies. lengths_half_life: finished requests after
             which a length has half its weight.
         stalled_after_s: running sequences and no iteration for so long means stalled.
+        barrier_stall_s: a rank that its group waits for fails the generation when it tells neither a
+            step nor progress for so long; more than the longest step that tells no progress.
         load_stale_s: an engine report older than this is not believed: `stale_sequences_max`.
         ramp_s, ramp_sequences: a new worker takes at most so many sequences in its first seconds.
         circuit_failures_max, circuit_window_s, circuit_open_s: see `circuit`.
@@ -65,6 +67,7 @@ class RouterPolicy:
     window_samples_max: int = 4_096
     lengths_half_life: int = 5_000
     stalled_after_s: float = 10.0
+    barrier_stall_s: float = 300.0
     load_stale_s: float = 30.0
     stale_sequences_max: int = 1
     ramp_s: float = 3.0

@@ -263,7 +263,10 @@ class Replica:
                 record.offer,
                 record.epoch,
                 WorkerState.PROVISIONED,
-                replace(new_group(record.offer), epoch=record.group_epoch),
+                replace(
+                    new_group(record.offer, now_s=self._clock.monotonic_s()),
+                    epoch=record.group_epoch,
+                ),
                 provisioned_s=_mono(record.provisioned_wall_s, wall_s, now_s),
                 provisioned_wall_s=record.provisioned_wall_s,
                 renewed_s=now_s,

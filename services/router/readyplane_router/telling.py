@@ -143,6 +143,8 @@ class Telling(Replica):
                 out.append(Directive("leave", 0.0, why))
             else:
                 out.append(Directive("drain", left_s, member.drain_reason))
+        elif member.group.failure:
+            out.append(Directive("stop", 0.0, f"its group failed: {member.group.failure}"))
         elif told is not None and told.kind == ACTIVATE and now_s < told.until_s:
             out.append(Directive(ACTIVATE, told.until_s - now_s, told.reason))
         if self._desk(member.offer.model).index.is_suspect(member.key):
