@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import json
 import tempfile
 import threading
 from pathlib import Path
 
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import SystemClock
+from readyplane_agent.adopt import adopt
+from readyplane_agent.arena import Arena
 from readyplane_agent.device_arena import DeviceArena
+from readyplane_agent.engines.layout import arena_layout, tensor_table_document
 from readyplane_agent.files import FileReader
 from readyplane_agent.pipeline import Pipeline
 from readyplane_agent.rank_plan import SplitRule, plan_rank
@@ -37,6 +41,12 @@ async def load(art: Artifact, folder: Path, device: str, rank: int, tp: int) -> 
     rules = (SplitRule("*.a", 0),)
     plan = plan_rank(art.manifest, rank=rank, tp=tp, rules=rules)
     arena = DeviceArena(art.manifest, plan, device=device)
+    await filled(arena, folder)
+    return arena
+
+
+async def filled(arena: Arena, folder: Path) -> None:
+    """All of it, out of a folder."""
     pipeline = Pipeline(arena, clock=SystemClock(), staging_bytes=4 * CHUNK, connections=4)
     use = SourceUse("here", WeightTier.L2_NVME)
     await pipeline.fill(
@@ -47,7 +57,6 @@ async def load(art: Artifact, folder: Path, device: str, rank: int, tp: int) -> 
     )
     assert arena.complete, use.fault
     assert pipeline.budget.peak_bytes <= 4 * CHUNK
-    return arena
 
 
 def check(arena: DeviceArena, art: Artifact) -> int:
@@ -63,6 +72,22 @@ def check(arena: DeviceArena, art: Artifact) -> int:
     return arena.device_bytes
 
 
+async def adopted(art: Artifact, folder: Path, device: str) -> int:
+    """An engine's way: the arena's tensors, adopted without a copy, moved to the device."""
+    arena = Arena(art.manifest)
+    await filled(arena, folder)
+    arena.seal()
+    table = tensor_table_document(arena_layout(art.manifest), manifest_digest=art.manifest.digest)
+    engine = adopt(arena.path, json.dumps(table))
+    moved = 0
+    for name, tensor in engine.state_dict().items():
+        there = tensor.to(device, copy=True)
+        assert there.cpu().numpy().tobytes() == engine[name].tobytes(), name
+        moved += engine[name].nbytes
+    arena.close()
+    return moved
+
+
 def main() -> None:
     """Run it, or say why not."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -74,7 +99,7 @@ def main() -> None:
     art = artifact(shards=3, floats=400_000)
     with tempfile.TemporaryDirectory() as name:
         folder = art.write(Path(name))
-        moved = 0
+        moved = asyncio.run(adopted(art, folder, given.device))
         for tp in (1, 2, 4):
             for rank in range(tp):
                 arena = asyncio.run(load(art, folder, given.device, rank, tp))
