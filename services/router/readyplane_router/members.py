@@ -189,7 +189,7 @@ class Member:
             or not load.running
         )
         if moved:
-            self.moved_s = now_s
+            self.moved_s = max(self.moved_s, now_s - load.age_s)
         self.load, self.load_s, self.told_s = load, now_s - load.age_s, now_s
         seat = self.seat
         if seat is None:
@@ -206,14 +206,19 @@ class Member:
             promised_blocks = seat.kv_blocks + seat.other_blocks
             seat.foreign_blocks = max(0, load.kv_used_blocks - promised_blocks)
 
-    def stalled_for_s(self) -> float:
-        """Seconds with running sequences and no iteration, as was told; 0 when alive or idle.
+    def stalls(self, *, stalled_after_s: float, silent_after_s: float) -> bool:
+        """Whether it has running sequences and does not get on.
 
-        An old reading told again counts: an engine that hangs answers nobody. An engine without the counter, and one that is idle, is never called stalled (B46, B48).
+        Between two readings the counter stood still for `stalled_after_s`: it hangs (B46). Or nothing
+        was read for `silent_after_s`, which is longer: an engine that computes a long prompt answers
+        late and works all the same (B48). An engine without the counter, and one that is idle, is
+        never called stalled; what its KV events tell is progress too.
         """
-        if not self.load.running or self.load.iterations_total is None:
-            return 0.0
-        return max(0.0, self.told_s - self.moved_s)
+        if not self.load.running or self.load.iterations_total is None or self.load_s is None:
+            return False
+        frozen_s = self.load_s - self.moved_s
+        silent_s = self.told_s - max(self.load_s, self.moved_s)
+        return frozen_s >= stalled_after_s or silent_s >= silent_after_s
 
 
 def check_offer(offer: WorkerOffer) -> None:

@@ -190,6 +190,8 @@ class Membership(Telling):
     def _kv_events(self, member: Member, batches: Sequence[KvEventBatch], now_s: float) -> None:
         index = self._desk(member.offer.model).index
         index.add(member.key, blocks_max=KV_BLOCKS_MAX)  # events come before the gate, too
+        if any(event.kind == "stored" for batch in batches for event in batch.events):
+            member.moved_s = now_s  # blocks that were computed are a sign of life
         for batch in batches:
             index.apply(member.key, batch.sequence, batch.events, now_s=now_s)
             if self._link.routers > 1:
@@ -355,7 +357,9 @@ class Membership(Telling):
             self._roster.bump()
 
     async def _stall_or_recover(self, member: Member) -> None:
-        stalled = member.stalled_for_s() >= self.policy.stalled_after_s
+        stalled = member.stalls(
+            stalled_after_s=self.policy.stalled_after_s, silent_after_s=self.policy.silent_after_s
+        )
         wanted = WorkerState.STALLED if stalled else WorkerState.READY
         if member.state is not wanted and member.become(wanted):
             self._shut_by_state(member)

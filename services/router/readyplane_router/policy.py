@@ -37,7 +37,9 @@ class RouterPolicy:
         grow_tokens: KV reserved anew when an output outgrows its reservation.
         window_s, window_samples_max: of the latencies. lengths_half_life: finished requests after
             which a length has half its weight.
-        stalled_after_s: running sequences and no iteration for so long means stalled.
+        stalled_after_s: running sequences and no iteration from one reading of the engine to another
+            so much later means stalled. silent_after_s: the same where the engine answers nothing at
+            all: longer than its answers may take while it computes a long prompt.
         barrier_stall_s: a rank that its group waits for fails the generation when it tells neither a
             step nor progress for so long; more than the longest step that tells no progress.
         load_stale_s: an engine report older than this is not believed: `stale_sequences_max`.
@@ -67,6 +69,7 @@ class RouterPolicy:
     window_samples_max: int = 4_096
     lengths_half_life: int = 5_000
     stalled_after_s: float = 10.0
+    silent_after_s: float = 20.0
     barrier_stall_s: float = 300.0
     load_stale_s: float = 30.0
     stale_sequences_max: int = 1

@@ -19,6 +19,9 @@ from readyplane_agent.pacing import ServingTimes
 SLEEP_STATE = "vllm:engine_sleep_state"
 KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 
+# An engine that computes a long prompt may answer late; whoever asks goes on meanwhile.
+LOAD_LIMIT_S = 20.0
+
 # As newer and older versions of vLLM call it.
 TPOT_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 
@@ -126,7 +129,9 @@ class OpenAiEngine:
 
     async def load(self, metrics: Mapping[str, float] | None = None) -> LoadReport:
         """Load from vLLM's metrics; None for what it does not export."""
-        m = read_metrics(await self.get("/metrics")) if metrics is None else metrics
+        m = metrics
+        if m is None:
+            m = read_metrics(await self.get("/metrics", timeout_s=LOAD_LIMIT_S))
         total = _whole(m.get("vllm:cache_config_info.num_gpu_blocks"))
         usage = next((m[n] for n in KV_USAGE if n in m), None)
         asleep = m.get(f"{SLEEP_STATE}.awake") == 0.0

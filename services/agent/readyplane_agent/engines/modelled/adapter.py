@@ -23,7 +23,7 @@ from readyplane.core.kv import KvEventBatch
 from readyplane.core.startup import Segment, SegmentName
 from readyplane.core.worker import LoadReport, Serving
 from readyplane.kit.clock import Clock, SystemClock
-from readyplane_agent.engines.openai import OpenAiEngine, read_metrics
+from readyplane_agent.engines.openai import LOAD_LIMIT_S, OpenAiEngine, read_metrics
 from readyplane_agent.engines.port import EngineSpec, GenerateResult
 from readyplane_agent.engines.vllm_events import KvEventReader
 from readyplane_agent.pacing import ServingTimes
@@ -260,7 +260,7 @@ class ModelledEngine:
         now_s = self._clock.monotonic_s()
         try:
             client = self._ready_client()
-            page = await client.get("/metrics", timeout_s=5.0)
+            page = await client.get("/metrics", timeout_s=LOAD_LIMIT_S)
             metrics = read_metrics(page)
             load = await client.load(metrics)
         except ReadyplaneError:
