@@ -65,6 +65,25 @@ async def _two_at_once(c: Cluster) -> None:
         assert all(way.startswith("L1 ") for way in came_from(worker))
 
 
+async def test_eight_that_start_at_once_on_nothing_spare_the_store(
+    tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R8.4: no peer holds anything yet; the store gives about one artifact, not eight."""
+    monkeypatch.setattr("tests.integration.agent_cluster.LIMIT_S", 90.0)
+    async with cluster(tmp_path, demo, peers=True) as c:
+        assert c.store is not None
+        size_bytes = sum(map(len, c.store.files.values()))
+        names = [f"p{n}" for n in range(8)]
+        await asyncio.gather(*(c.agent(name, "prefill") for name in names))
+        for name in names:
+            await c.until(
+                lambda w: sum(map(megabytes, came_from(w))) > 0.99 * size_bytes / 1e6, name
+            )
+        ratio = sum(end - start for _, start, end in c.store.asked) / size_bytes
+        print(f"the store gave {ratio:.2f} times the artifact to 8 starters")
+        assert ratio <= 2.0
+
+
 async def test_a_source_that_is_killed_costs_only_what_is_missing(
     tmp_path: Path, demo: DemoModel
 ) -> None:

@@ -10,7 +10,7 @@ Once sealed no process can change a byte of it, not even the agent (B126).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 
 from readyplane.core.errors import InvalidField
@@ -34,7 +34,11 @@ class Arena:
         size_bytes: length of the memory file. offsets: file path -> its first byte.
         chunks: (file path, place in it) of every chunk, in the manifest's order (`core.chunks`).
         progress: a byte for each of them: `MISSING`, `COMING` or `VERIFIED`.
+        tell_whole: announces that all of it can be had here; called before the load gives its
+            places back, since in between others would see one that loads from nobody.
     """
+
+    tell_whole: Callable[[], Awaitable[object]] | None = None
 
     def __init__(
         self,

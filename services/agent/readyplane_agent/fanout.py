@@ -170,7 +170,7 @@ class Side:
     Attributes:
         held: what it was last known to hold. useful_s: when it last gave something.
         ready: of a source that still loads, what it has verified and we had not, as it came.
-        draining: it has said that it leaves. bytes_per_s: how fast it may be read, 0 for no bound.
+        lost: it does not say any more what it holds. draining: it has said that it leaves. bytes_per_s: how fast it may be read, 0 for no bound.
     """
 
     fanout: Fanout
@@ -179,6 +179,7 @@ class Side:
     held: Held
     useful_s: float
     draining: bool = False
+    lost: bool = False
     bytes_per_s: float = 0.0
     paid_until_s: float = 0.0
     asked_s: float = -1e9
@@ -194,6 +195,8 @@ class Side:
                 return None
             idle = self.now_s() - self.useful_s
             self._refresh(reader, HOLDINGS_IDLE_S if idle > HOLDINGS_IDLE_S else HOLDINGS_EVERY_S)
+            if self.lost:
+                return None
             if self._paid():
                 chunk = self.fanout.take(self)
                 if chunk is not None:
@@ -233,8 +236,11 @@ class Side:
             return
         try:
             into = bytearray(len(self.held.progress))
-            if reader.holdings(memoryview(into)) is None:
+            fault = reader.holdings(memoryview(into))
+            if fault is None:
                 self.fanout.learn(self, bytes(into))
+            elif fault.kind in {"dead", "unfit"}:
+                self.lost = True
             self.asked_s = self.now_s()
         finally:
             self.asking.release()

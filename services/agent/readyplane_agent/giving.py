@@ -56,6 +56,7 @@ class Giving:
         """Give this arena's chunks as they are verified; whoever plans after this knows of it."""
         self._arena = arena
         self._transfer.offer(arena)
+        arena.tell_whole = self._announce
         await self._announce()
 
     def poke(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,13 @@ REST_MAX_S = 8.0
 # So long a load waits for a place at peers that are full before it asks storage.
 PLACE_WAIT_S = 2.0
 PLACE_TURN_S = 0.05
+# Whom the store's own places turn away asks again, ever less often: others came first, and by the
+# next plan one may read behind them.
+STORE_TURN_MAX_S = 1.0
+# So long nothing may come from peers that still load before one more of those behind them reads
+# from the store beside its readers. Each newcomer there is given as long, so often at most.
+STORE_PATIENCE_S = 4.0
+STORE_PATIENCES_MAX = 8
 
 
 class Loader:
@@ -85,6 +93,7 @@ class Loader:
         self._stop = threading.Event()
         self._lying: set[str] = set()
         self._busy_s: float | None = None
+        self._until_s = math.inf
         self.budget = pipeline.budget
         self.fetched = Fetched()
         self._fanout = Fanout(arena, clock=clock, incarnation=reader.incarnation, stop=self._stop)
@@ -120,6 +129,7 @@ class Loader:
 
     async def _run(self, plan: Sequence[RankedSource]) -> Fetched:
         start_s = self._clock.monotonic_s()
+        self._until_s = start_s + self._limit_s
         sources = self._ordered(plan)
         for attempt in range(ROUNDS_MAX):
             await self._round(sources)
@@ -224,7 +234,7 @@ class Loader:
             while not self._over:
                 self._join_more(crowd)
                 if not crowd.running:
-                    if not await self._place_may_come():
+                    if not await self._place_may_come(crowd):
                         return
                 else:
                     await asyncio.wait(
@@ -279,11 +289,38 @@ class Loader:
         waits = self._busy_s is not None and (
             self._clock.monotonic_s() - self._busy_s < PLACE_WAIT_S
         )
-        return whole or self._fanout.whole_peer or waits
+        return whole or self._fanout.whole_peer or waits or self._follows(source, crowd)
 
-    async def _place_may_come(self) -> bool:
-        """Nobody gives now; True after a moment if a peer that is full may soon have a place."""
-        if self._busy_s is None or self._clock.monotonic_s() - self._busy_s >= PLACE_WAIT_S:
+    def _follows(self, storage: Source, crowd: Crowd) -> bool:
+        """Whether others read from the store already, and peers that still load pass it on.
+
+        Without this everybody in a chain would leave it for the store at once when its first
+        member is slow. Now one more goes there, and the others read behind that one.
+        """
+        now_s = self._clock.monotonic_s()
+        if storage.readers > crowd.store_readers and crowd.patiences < STORE_PATIENCES_MAX:
+            crowd.patient_s, crowd.patiences = now_s, crowd.patiences + 1
+        crowd.store_readers = storage.readers
+        loading = any(s.worker_id and s.partial for s in crowd.known)
+        crowd.follows = (
+            storage.readers > 0 and loading and now_s - crowd.patient_s < STORE_PATIENCE_S
+        )
+        return crowd.follows
+
+    async def _place_may_come(self, crowd: Crowd) -> bool:
+        """Nobody gives now; True after a moment if there may soon be a place, or somebody to follow.
+
+        Peers that are full are waited for a little, since the store can give. The store's own
+        places are waited for as long as a load may last: behind it there is nothing.
+        """
+        now_s = self._clock.monotonic_s()
+        if crowd.turned_away or crowd.follows:
+            if now_s >= self._until_s:
+                return False
+            await self._clock.sleep(crowd.turn_s)
+            crowd.turn_s = min(STORE_TURN_MAX_S, crowd.turn_s * 2)
+            return True
+        if self._busy_s is None or now_s - self._busy_s >= PLACE_WAIT_S:
             return False
         await self._clock.sleep(PLACE_TURN_S)
         return True
@@ -302,9 +339,17 @@ class Loader:
             elif use.bytes_read:
                 self._busy_s = None
             rest_s = crowd.rests.get(source.source_id, (0.0, 0.0))[1]
-            rest_s = REST_S if use.bytes_read else min(REST_MAX_S, max(REST_S, rest_s * 2))
+            stalled = source.partial and use.fault is None  # it may go on any time
+            rest_s = (
+                REST_S if use.bytes_read or stalled else min(REST_MAX_S, max(REST_S, rest_s * 2))
+            )
             if kind == "busy":
                 rest_s = PLACE_TURN_S  # others have come first: the next plan says whom to ask
+            crowd.turned_away = use.turned_away and not source.worker_id
+            if not crowd.turned_away:
+                crowd.turn_s = PLACE_TURN_S
+            if use.times:
+                crowd.patient_s, crowd.patiences = max(crowd.patient_s, use.times[-1][0]), 0
             crowd.rests[source.source_id] = now_s + rest_s, rest_s
 
 
@@ -315,6 +360,9 @@ class Crowd:
     Attributes:
         known: as planned last. running: each that is read from, with what ends it.
         rests: source -> until when it is left alone, and for how long that was.
+        turned_away: the store had no place for us when it was asked last. turn_s: how long to wait.
+        follows: the store is left to others. store_readers: how many it had when that was judged.
+        patient_s: when something came last, or one more went to the store; `patiences` times since.
     """
 
     known: list[Source]
@@ -322,6 +370,12 @@ class Crowd:
         default_factory=dict
     )
     rests: dict[str, tuple[float, float]] = field(default_factory=dict)
+    turned_away: bool = False
+    turn_s: float = PLACE_TURN_S
+    follows: bool = False
+    store_readers: int = 0
+    patient_s: float = -math.inf
+    patiences: int = 0
 
 
 def cache_source(cache: WeightCache, digest: str, node: str) -> Source:

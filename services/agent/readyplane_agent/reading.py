@@ -121,7 +121,7 @@ class Reading:
         try:
             return await self._acquire(source, request_id)
         except NoPair as error:
-            use.fault = Fault("busy", str(error))
+            use.fault, use.turned_away = Fault("busy", str(error)), True
         except IdentityMismatch as error:
             use.fault = Fault("unfit", str(error))
         except (NotFound, StaleEpoch, Unavailable) as error:
@@ -176,6 +176,8 @@ class Reading:
         finally:
             renewing.cancel()
             self._fanout.leave(source.source_id)
+        if side is not None and side.lost and use.fault is None:
+            use.fault = Fault("dead", "it does not say any more what it holds")
         took_s = self._clock.monotonic_s() - start_s
         giving = asyncio.create_task(self._give_back(source, use, place.transfer_id, took_s))
         self._giving_back.add(giving)
@@ -190,8 +192,9 @@ class Reading:
             incarnation=me.incarnation,
             request_id=request_id,
             source_incarnation=source.incarnation,
-            # Of many that planned at once one gets the place, the others read behind it.
-            readers_seen=source.readers if source.worker_id else None,
+            # Of many that planned at once one gets the place, also at the store, and the others
+            # read behind it. A folder of this machine is nobody's link.
+            readers_seen=None if source.url.startswith("file:") else source.readers,
         )
         return Place(request_id, got.transfer_id, got.ttl_s, got.bytes_per_s)
 
@@ -218,6 +221,10 @@ class Reading:
     async def _give_back(
         self, source: Source, use: SourceUse, transfer_id: str, took_s: float
     ) -> None:
+        tell, arena = self._arena.tell_whole, self._arena
+        if tell is not None and arena.complete:
+            arena.tell_whole = None
+            await tell()
         try:
             await self._registry.release_transfer(
                 transfer_id,

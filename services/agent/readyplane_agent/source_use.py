@@ -22,6 +22,7 @@ class SourceUse:
     Attributes:
         times: (seconds, bytes) of each verified chunk, in the order they were done.
         ways: how the bytes of local files were read.
+        turned_away: the registry granted no place, since others are there; nothing was asked.
     """
 
     source_id: str
@@ -32,6 +33,7 @@ class SourceUse:
     fault: Fault | None = None
     times: list[tuple[float, int]] = field(default_factory=list)
     ways: ReadWays = field(default_factory=ReadWays)
+    turned_away: bool = False
 
     def done(self, size: int, now_s: float) -> None:
         """One more chunk was verified."""
