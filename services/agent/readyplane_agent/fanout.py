@@ -2,8 +2,9 @@
 
 Owns the account of one load (what is missing, what is on its way, what each source was last known
 to hold) and tells the threads of `pipeline` their next chunk; the choice itself is `chunk_order`'s.
-A chunk is asked of one source at a time, so that no two threads ever write the same memory. A source
-that drains is left as soon as somebody else has what it was to give (R22.3).
+A chunk is asked of one source at a time, so that no two threads ever write the same memory; one of
+the last few may be brought by a second one beside it (`endgame`), which takes the place over once
+its bytes are right and the first has let go. A source that drains is left as soon as somebody else has what it was to give (R22.3).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from readyplane_agent.chunk_order import (
     next_chunk,
     own_order,
 )
+from readyplane_agent.endgame import Lent, second, slow
 from readyplane_agent.ranges import Fault, HttpReader, RangeReader
 
 HOLDINGS_EVERY_S = 0.25
@@ -30,6 +32,9 @@ WAIT_S = 0.05
 # A peer that still loads and has had nothing for us for so long is left for another.
 STALL_S = 2.0
 COMPACT_EVERY = 64
+# A source that was cut lets go of its chunk at once; one that does not keeps it.
+CLAIM_LIMIT_S = 5.0
+USUAL_WEIGHT = 0.2
 
 
 class Fanout:
@@ -55,6 +60,11 @@ class Fanout:
         self._changed = threading.Condition()
         self._sides: dict[str, Side] = {}
         self._taken = 0
+        self._lent: dict[int, tuple[Lent, RangeReader | None]] = {}
+        self._doubled: dict[int, tuple[Side, RangeReader | None]] = {}
+        self._claimed: set[int] = set()
+        self._usual_s = 0.0
+        self.doubles = 0
 
     def join(
         self, source_id: str, *, gone: threading.Event, whole: bool, storage: bool = False
@@ -94,7 +104,7 @@ class Fanout:
         """Whether somebody who is read from has said that he leaves."""
         return any(side.draining for side in list(self._sides.values()))
 
-    def take(self, side: Side) -> tuple[str, int] | None:
+    def take(self, side: Side, reader: RangeReader | None = None) -> tuple[str, int] | None:
         """The next chunk for a source; waits at most `WAIT_S`. `Side` knows how to ask again."""
         arena = self._arena
         with self._changed:
@@ -102,9 +112,14 @@ class Fanout:
             order = self._order if side.held.progress is None else side.ready
             found = next_chunk(order, arena.progress, side.held, others)
             if found is None:
-                self._changed.wait(WAIT_S)
-                return None
+                found = self._second(side, reader)
+                if found is None:
+                    self._changed.wait(WAIT_S)
+                    return None
+                side.pay(arena.span(*arena.chunks[found])[1])
+                return arena.chunks[found]
             arena.progress[found] = COMING
+            self._lent[found] = Lent(found, side.source_id, self.now_s()), reader
             side.pay(arena.span(*arena.chunks[found])[1])
             self._taken += 1
             if self._taken % COMPACT_EVERY == 0:
@@ -112,19 +127,98 @@ class Fanout:
                 side.ready = [n for n in side.ready if arena.progress[n] != VERIFIED]
             return arena.chunks[found]
 
-    def done(self, side: Side, chunk: tuple[str, int], fault: Fault | None) -> None:
-        """What became of a chunk that was taken."""
+    def done(self, side: Side, chunk: tuple[str, int], fault: Fault | None) -> bool:
+        """What became of a chunk that was taken; False when another source had brought it."""
         number = self._number[chunk]
         with self._changed:
+            beside = self._doubled.get(number)
+            if beside is not None and beside[0] is side:
+                del self._doubled[number]
+                self._claimed.discard(number)
+                lent = self._lent.get(number)
+                if lent is not None and lent[0].source_id == side.source_id:
+                    self._back(number, fault)
+                self._changed.notify_all()
+                return self._arena.progress[number] != VERIFIED
+            if number in self._claimed:
+                self._lent.pop(number, None)
+                self._changed.notify_all()
+                return False
+            begun = self._lent.get(number)
+            self._back(number, fault)
             if fault is None:
                 side.useful_s = self.now_s()
-            elif self._arena.progress[number] != VERIFIED:
-                self._arena.progress[number] = MISSING
-                if side.held.progress is not None:
-                    known = bytearray(side.held.progress)
-                    known[number] = MISSING
-                    side.held = Held(bytes(known), side.held.storage)
+                if begun is not None:
+                    self._learn_usual(side.useful_s - begun[0].since_s)
+                if beside is not None and isinstance(beside[1], HttpReader):
+                    beside[1].cut()
+            elif side.held.progress is not None:
+                known = bytearray(side.held.progress)
+                known[number] = MISSING
+                side.held = Held(bytes(known), side.held.storage)
             self._changed.notify_all()
+            return True
+
+    def _back(self, number: int, fault: Fault | None) -> None:
+        self._lent.pop(number, None)
+        if fault is not None and self._arena.progress[number] != VERIFIED:
+            self._arena.progress[number] = MISSING
+
+    def _learn_usual(self, took_s: float) -> None:
+        known = self._usual_s
+        self._usual_s = known + USUAL_WEIGHT * (took_s - known) if known else took_s
+
+    # ------------------------------------------------------------------- the end of the load
+
+    @property
+    def late(self) -> bool:
+        """Whether the last chunks come so slowly that a second source may bring them."""
+        with self._changed:
+            return bool(self._slow())
+
+    def beside(self, side: Side, chunk: tuple[str, int]) -> bool:
+        """Whether a chunk that was taken is to be brought beside another source."""
+        found = self._doubled.get(self._number[chunk])
+        return found is not None and found[0] is side
+
+    def claim(self, side: Side, chunk: tuple[str, int]) -> bool:
+        """The right bytes of such a chunk are here: whether its place is ours to write now.
+
+        The first source is cut, and what it still receives is over before this returns.
+        """
+        number, until_s = self._number[chunk], self.now_s() + CLAIM_LIMIT_S
+        with self._changed:
+            self._claimed.add(number)
+            while number in self._lent and self._arena.progress[number] != VERIFIED:
+                reader = self._lent[number][1]
+                if not isinstance(reader, HttpReader) or self.now_s() > until_s:
+                    self._claimed.discard(number)
+                    return False
+                reader.cut()
+                self._changed.wait(WAIT_S)
+            if self._arena.progress[number] == VERIFIED:
+                self._claimed.discard(number)
+                return False
+            self._arena.progress[number] = COMING
+            self._lent[number] = Lent(number, side.source_id, self.now_s()), None
+            return True
+
+    def _slow(self) -> list[Lent]:
+        lent = [one for one, _ in self._lent.values()]
+        return slow(lent, self._arena.progress, now_s=self.now_s(), usual_s=self._usual_s)
+
+    def _second(self, side: Side, reader: RangeReader | None) -> int | None:
+        found = second(
+            self._slow(),
+            source_id=side.source_id,
+            held=side.held,
+            doubled=self._doubled,
+            done=self.doubles,
+        )
+        if found is not None:
+            self._doubled[found] = side, reader
+            self.doubles += 1
+        return found
 
     def learn(self, side: Side, progress: bytes) -> None:
         """What a source that still loads holds by now."""
@@ -198,7 +292,9 @@ class Side:
             if self.lost:
                 return None
             if self._paid():
-                chunk = self.fanout.take(self)
+                if isinstance(reader, HttpReader):
+                    reader.resume()
+                chunk = self.fanout.take(self, reader)
                 if chunk is not None:
                     return chunk
             if self.held.progress is not None and idle > STALL_S:
@@ -207,8 +303,16 @@ class Side:
 
     def done(self, chunk: tuple[str, int], fault: Fault | None) -> bool:
         """See `Todo`. A chunk that came too early is asked of somebody else, or later."""
-        self.fanout.done(self, chunk, fault)
-        return fault is None or fault.kind == "early"
+        ours = self.fanout.done(self, chunk, fault)
+        return fault is None or fault.kind == "early" or not ours
+
+    def beside(self, chunk: tuple[str, int]) -> bool:
+        """See `Todo`."""
+        return self.fanout.beside(self, chunk)
+
+    def claim(self, chunk: tuple[str, int]) -> bool:
+        """See `Todo`."""
+        return self.fanout.claim(self, chunk)
 
     def now_s(self) -> float:
         """The load's clock."""

@@ -270,9 +270,13 @@ class Loader:
             reading = {s.source_id for s, _ in crowd.running.values()}
             rests = crowd.rests.get(source.source_id, (0.0, 0.0))[0] > now_s
             lies = source.source_id in self._lying
-            if source.source_id in reading or rests or lies or self._spared(source, crowd):
+            # The last chunks hang at one source: another may bring them as well.
+            late = len(reading) == 1 and self._fanout.late
+            if source.source_id in reading or rests or lies:
                 continue
-            stay = [name for name in reading if self._fanout.stays(name)]
+            if not late and self._spared(source, crowd):
+                continue
+            stay = [name for name in reading if not late and self._fanout.stays(name)]
             idle = bool(source.worker_id) and not source.partial and source.readers == 0
             if stay and (not idle or len(stay) >= SOURCES_MAX):
                 continue

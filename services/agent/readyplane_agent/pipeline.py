@@ -40,6 +40,14 @@ class Todo(Protocol):
         """A chunk that was taken is verified, or came to nothing; True when to ask on."""
         ...
 
+    def beside(self, chunk: tuple[str, int]) -> bool:
+        """Whether another source brings this chunk too: its place may not be written yet."""
+        ...
+
+    def claim(self, chunk: tuple[str, int]) -> bool:
+        """The bytes of such a chunk are right: whether its place may be written now."""
+        ...
+
 
 class InOrder:
     """`Todo` of a source that holds everything and is read from alone: one after another."""
@@ -57,6 +65,14 @@ class InOrder:
     def done(self, chunk: tuple[str, int], fault: Fault | None) -> bool:  # noqa: ARG002
         """See `Todo`."""
         return fault is None
+
+    def beside(self, chunk: tuple[str, int]) -> bool:  # noqa: ARG002 - there is no other source
+        """See `Todo`."""
+        return False
+
+    def claim(self, chunk: tuple[str, int]) -> bool:  # noqa: ARG002
+        """See `Todo`."""
+        return False
 
 
 def staging_share(
@@ -271,16 +287,21 @@ class Pipeline:
                 return
             start, size = self._arena.span(*chunk)
             fault: Fault | None = LEFT
+            won = True
             try:
                 if self.budget.take(size, stop=gone):
                     try:
-                        fault = self._chunk(reader, *chunk, start)
+                        if todo.beside(chunk):
+                            fault, won = self._beside(reader, todo, use, chunk)
+                        else:
+                            fault = self._chunk(reader, *chunk, start)
                     finally:
                         self.budget.give(size)
             finally:
                 on = todo.done(chunk, fault)
             if fault is None:
-                use.done(size, self._clock.monotonic_s())
+                if won:
+                    use.done(size, self._clock.monotonic_s())
             elif not on:
                 if use.fault is None and not gone.is_set():
                     use.fault = fault
@@ -309,6 +330,35 @@ class Pipeline:
         if fault.kind == "corrupt" and isinstance(reader, FileReader) and self._cache is not None:
             self._cache.discard(entry)
         return fault
+
+    def _beside(
+        self, reader: RangeReader, todo: Todo, use: SourceUse, chunk: tuple[str, int]
+    ) -> tuple[Fault | None, bool]:
+        """Bring a chunk beside another source; (fault, whether these bytes are the ones placed).
+
+        They are read to memory of their own, which the budget covers, and hashed again in place.
+        """
+        path, index = chunk
+        entry = self._arena.entry(path)
+        assert entry is not None
+        start, size = self._arena.span(path, index)
+        found = _read_hashed(reader, entry, start, memory := memoryview(bytearray(size)))
+        if isinstance(found, Fault):
+            return found, False
+        wrong = Fault("corrupt", f"{path}: chunk {index} is not what the manifest says")
+        if found != entry.chunks[index]:
+            return wrong, False
+        use.again_bytes += size
+        if not todo.claim(chunk):
+            return None, False
+        with self._arena.window(path, index) as window:
+            window[:] = memory
+            placed = chunk_hash(window)
+        if placed != entry.chunks[index]:
+            self._arena.drop(path, index)
+            return wrong, False
+        self._arena.mark(path, index)
+        return None, True
 
 
 def _local(readers: Sequence[RangeReader]) -> bool:

@@ -29,6 +29,7 @@ RECEIVE_WAIT_S = 5.0
 CHUNK_LIMIT_S = 60.0
 # Without a single byte for this long a source hangs; longer than a peer's pause before it cuts off.
 SILENT_LIMIT_S = 8.0
+CUT = "somebody else brought it"
 # Answers after which the connection is used again.
 STAYS = frozenset({"early", "paused"})
 
@@ -102,6 +103,7 @@ class HttpReader:
         self._clock, self._limit_s = clock, chunk_limit_s
         self._socket: socket.socket | None = None
         self._closed = threading.Event()
+        self._cut = threading.Event()
         self.draining = False
 
     def read_into(self, entry: FileEntry, start: int, into: memoryview) -> Fault | None:
@@ -112,6 +114,8 @@ class HttpReader:
             fault = self._again(head, lambda found: _judge(found, entry, start, len(into)), into)
             if fault is None or fault.kind != "paused":
                 return None if fault is None else _whose(fault, entry)
+            if self._cut.is_set():
+                return Fault("dead", CUT)
             if self._clock.monotonic_s() - begun_s > PAUSED_LIMIT_S:
                 return Fault("busy", f"paused for {PAUSED_LIMIT_S:g} s")
             self._closed.wait(PAUSED_TURN_S)
@@ -128,13 +132,25 @@ class HttpReader:
 
         return self._again(f"GET {target} HTTP/1.1\r\n", judge, into)
 
+    def cut(self) -> None:
+        """End the read that goes on, from another thread: somebody else brought the chunk."""
+        self._cut.set()
+        self._wake()
+
+    def resume(self) -> None:
+        """Read on after a cut; by the thread that reads, between two chunks."""
+        self._cut.clear()
+
     def close(self) -> None:
         self._closed.set()
+        self._wake()
+        self._drop()
+
+    def _wake(self) -> None:
         connection = self._socket
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
-        self._drop()
 
     def _drop(self) -> None:
         connection, self._socket = self._socket, None
@@ -145,7 +161,8 @@ class HttpReader:
         """One exchange, and once more on a new connection if an old one had been closed."""
         fresh = self._socket is None
         fault = self._attempt(head, judge, into)
-        if fault is not None and fault.kind == "gone" and not fresh and not self._closed.is_set():
+        ended = self._closed.is_set() or self._cut.is_set()
+        if fault is not None and fault.kind == "gone" and not fresh and not ended:
             # The server may close an idle connection at any time; that is no fault of its bytes.
             fault = self._attempt(head, judge, into)
         if fault is not None:

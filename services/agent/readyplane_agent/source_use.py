@@ -22,6 +22,7 @@ class SourceUse:
     Attributes:
         times: (seconds, bytes) of each verified chunk, in the order they were done.
         ways: how the bytes of local files were read.
+        again_bytes: of chunks at the end of the load that a slower source was bringing already.
         turned_away: the registry granted no place, since others are there; nothing was asked.
     """
 
@@ -33,6 +34,7 @@ class SourceUse:
     fault: Fault | None = None
     times: list[tuple[float, int]] = field(default_factory=list)
     ways: ReadWays = field(default_factory=ReadWays)
+    again_bytes: int = 0
     turned_away: bool = False
 
     def done(self, size: int, now_s: float) -> None:
@@ -66,6 +68,8 @@ class SourceUse:
                 f"bound {bound_s:.3f} s at the fastest measured {fastest / 1e9:.2f} GB/s, "
                 f"efficiency {bound_s / took_s:.2f}"
             )
+        if self.again_bytes:
+            parts.append(f"{self.again_bytes / 1e6:.1f} MB read twice")
         if ways := self.ways.text():
             parts.append(ways)
         if self.fault is not None:
@@ -88,6 +92,11 @@ class Fetched:
         for use in self.uses:
             given[use.tier] = given.get(use.tier, 0) + use.bytes_read
         return max(given, key=lambda t: given[t]) if given else WeightTier.UNKNOWN
+
+    @property
+    def again_bytes(self) -> int:
+        """Bytes of chunks that two sources brought (`endgame`)."""
+        return sum(use.again_bytes for use in self.uses)
 
     @property
     def faults(self) -> tuple[str, ...]:

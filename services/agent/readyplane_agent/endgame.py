@@ -1,0 +1,62 @@
+"""The end of a load: which chunk a source with nothing to do may bring beside a slow one. Pure.
+
+A chunk is asked of one source at a time, and a source that sends too slowly is left only at its
+limit (8 s silent, 60 s dribbling). For the last few chunks that is most of the load, so they may be
+asked of a second source; the first verified bytes win. `fanout` keeps the account, and what was
+read twice is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from readyplane_agent.chunk_order import COMING, MISSING, Held
+
+# So many chunks may be left when it begins, and be asked for twice in one load.
+ENDGAME_CHUNKS_MAX = 8
+# A chunk is slow when it takes longer than this and than so many of the usual ones.
+ENDGAME_AFTER_S = 1.0
+ENDGAME_USUAL = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A chunk that a source was asked for, and when."""
+
+    chunk: int
+    source_id: str
+    since_s: float
+
+
+def slow(
+    lent: Iterable[Lent], ours: bytes | bytearray, *, now_s: float, usual_s: float
+) -> list[Lent]:
+    """Chunks that hold up the end of the load, longest first; none before the end has come.
+
+    Args:
+        ours: what we hold and are bringing (`Arena.progress`).
+        usual_s: how long chunks of this load took so far, 0 while that is not known.
+    """
+    if ours.count(MISSING) or not 0 < ours.count(COMING) <= ENDGAME_CHUNKS_MAX:
+        return []
+    limit_s = max(ENDGAME_AFTER_S, ENDGAME_USUAL * usual_s)
+    late = [one for one in lent if now_s - one.since_s > limit_s]
+    return sorted(late, key=lambda one: (one.since_s, one.chunk))
+
+
+def second(
+    late: Iterable[Lent], *, source_id: str, held: Held, doubled: Collection[int], done: int
+) -> int | None:
+    """The chunk that this source may bring as well, None when there is none.
+
+    Args:
+        late: as of `slow`. doubled: chunks that two sources bring now. done: how many were asked
+            for twice in this load.
+    """
+    if done >= ENDGAME_CHUNKS_MAX:
+        return None
+    for one in late:
+        if one.source_id != source_id and one.chunk not in doubled and held.has(one.chunk):
+            return one.chunk
+    return None

@@ -1,0 +1,224 @@
+"""The last chunks of a load: a slow source does not hold it up to its limit, and nothing is mixed up."""
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from readyplane.core.identity import FileEntry
+from readyplane.core.startup import WeightTier
+from readyplane_agent import loader as loader_module
+from readyplane_agent.arena import Arena
+from readyplane_agent.chunk_order import COMING, MISSING, VERIFIED, Held
+from readyplane_agent.endgame import ENDGAME_CHUNKS_MAX, Lent, second, slow
+from readyplane_agent.fanout import Fanout
+from readyplane_agent.pipeline import Pipeline
+from readyplane_agent.ranges import Fault, HttpReader
+from readyplane_agent.source_use import SourceUse
+from tests.unit.agent_twins import Artifact, TwinRegistry, artifact, serving, source
+from tests.unit.peer_world import given_by, make
+
+# ---------------------------------------------------------------------------- the verdict
+
+
+def test_nothing_is_doubled_before_the_end_and_never_too_much() -> None:
+    lent = [Lent(0, "a", 0.0), Lent(1, "a", 1.0), Lent(2, "b", 9.9)]
+    ours = bytes([COMING, COMING, COMING, VERIFIED])
+    assert slow(lent, ours, now_s=10.0, usual_s=0.1) == lent[:2]
+    assert slow(lent, ours, now_s=10.0, usual_s=3.0) == []
+    assert slow(lent, ours, now_s=0.9, usual_s=0.0) == []
+    assert slow(lent, bytes([COMING, MISSING]), now_s=10.0, usual_s=0.1) == []
+    assert slow(lent, bytes([COMING] * (ENDGAME_CHUNKS_MAX + 1)), now_s=10.0, usual_s=0.1) == []
+    late = lent[:2]
+    assert second(late, source_id="b", held=Held(), doubled=(), done=0) == 0
+    assert second(late, source_id="b", held=Held(), doubled={0}, done=1) == 1
+    assert second(late, source_id="a", held=Held(), doubled=(), done=0) is None
+    assert second(late, source_id="b", held=Held(), doubled=(), done=ENDGAME_CHUNKS_MAX) is None
+    partial = Held(bytes([MISSING, VERIFIED, MISSING, MISSING]))
+    assert second(late, source_id="b", held=partial, doubled=(), done=0) == 1
+
+
+@given(
+    ages=st.lists(st.floats(0, 100), max_size=12),
+    usual_s=st.floats(0, 10),
+    doubled=st.sets(st.integers(0, 11)),
+)
+@settings(max_examples=50, deadline=None)
+def test_what_is_doubled_is_slow_and_of_another_source(
+    ages: list[float], usual_s: float, doubled: set[int]
+) -> None:
+    lent = [Lent(n, "ab"[n % 2], 100.0 - age) for n, age in enumerate(ages)]
+    late = slow(lent, bytes([COMING] * len(lent)), now_s=100.0, usual_s=usual_s)
+    found = second(late, source_id="a", held=Held(), doubled=doubled, done=len(doubled))
+    if found is not None:
+        assert found % 2 == 1 and found not in doubled
+        assert ages[found] > max(1.0, 4 * usual_s) - 1e-6
+        assert len(ages) <= ENDGAME_CHUNKS_MAX
+
+
+# ---------------------------------------------------------------------------- virtual time
+
+
+@dataclass
+class Hands:
+    """A clock that is moved by hand; only threads of a load read it."""
+
+    now_s: float = 0.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_s(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError(seconds)
+
+
+@dataclass
+class Scripted(HttpReader):
+    """A source that stops inside its `stuck` chunks until it is let go, or cut."""
+
+    art: Artifact
+    stuck: set[int] = field(default_factory=set)
+    half: bool = True
+    spoilt: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__("http://127.0.0.1:1/x", clock=Hands())
+        self.held, self.go, self.read = threading.Event(), threading.Event(), 0
+
+    def read_into(self, entry: FileEntry, start: int, into: memoryview) -> Fault | None:
+        data = self.art.files[entry.path][start : start + len(into)]
+        number = self.read
+        self.read += 1
+        if number in self.stuck:
+            into[: len(into) // 2] = b"\xff" * (len(into) // 2)
+            self.held.set()
+            while not (self.go.is_set() or self._cut.is_set() or self._closed.is_set()):
+                self.go.wait(0.005)
+            if not self.go.is_set():
+                return Fault("dead", "cut")
+        into[:] = bytes(len(data)) if self.spoilt else data
+        return None
+
+
+class Load:
+    """One load from a slow source, and a second one beside it, on a clock moved by hand."""
+
+    def __init__(self, slow_one: Scripted, other: Scripted) -> None:
+        self.clock, self.stop = Hands(), threading.Event()
+        self.arena = Arena(slow_one.art.manifest)
+        self.fanout = Fanout(self.arena, clock=self.clock, incarnation="w", stop=self.stop)
+        self.pipeline = Pipeline(self.arena, clock=self.clock, staging_bytes=2**24, connections=1)
+        self.uses = {n: SourceUse(n, WeightTier.L1_HOST) for n in ("slow", "other")}
+        self.readers = {"slow": slow_one, "other": other}
+
+    def begin(self, name: str) -> asyncio.Task[None]:
+        gone = threading.Event()
+        side = self.fanout.join(name, gone=gone, whole=True)
+        return asyncio.create_task(
+            self.pipeline.fill(
+                lambda: self.readers[name], self.uses[name], gone=gone, stop=self.stop, todo=side
+            )
+        )
+
+    async def until_stuck(self) -> asyncio.Task[None]:
+        """The slow source is inside a chunk, and all others have been brought."""
+        first = self.begin("slow")
+        while not self.readers["slow"].held.is_set():
+            await asyncio.sleep(0.002)
+        return first
+
+
+ART = artifact(shards=1, floats=20_000)
+LAST = sum(len(entry.chunks) for entry in ART.manifest.files) - 1
+
+
+async def test_an_idle_reader_brings_the_last_chunk_beside_a_slow_source() -> None:
+    load = Load(Scripted(ART, {LAST}), Scripted(ART))
+    first = await load.until_stuck()
+    second_one = load.begin("other")
+    await asyncio.sleep(0.15)
+    assert load.readers["other"].read == 0, "not yet: a chunk may take its time"
+    load.clock.now_s = 1.5
+    async with asyncio.timeout(5):
+        await asyncio.gather(first, second_one)
+    assert load.arena.complete and bytes(load.arena.view("config.json")) == b"{}"
+    assert all(bytes(load.arena.view(p)) == d for p, d in ART.files.items())
+    size = load.arena.span(*load.arena.chunks[LAST])[1]
+    assert load.uses["other"].bytes_read == load.uses["other"].again_bytes > 0
+    assert load.uses["other"].again_bytes <= max(size, ART.manifest.chunk_bytes)
+    assert load.uses["slow"].fault is None, "it is not told of as a liar or as dead"
+    assert load.fanout.doubles == 1
+    load.arena.close()
+
+
+async def test_the_slow_source_may_still_win() -> None:
+    """Both have it in the end: what was verified first stays, nothing is counted for the other."""
+    load = Load(Scripted(ART, {LAST}), Scripted(ART, {0}))
+    first = await load.until_stuck()
+    second_one = load.begin("other")
+    load.clock.now_s = 1.5
+    while not load.readers["other"].held.is_set():
+        await asyncio.sleep(0.002)
+    load.readers["slow"].go.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(first, second_one)
+    assert load.uses["slow"].bytes_read == ART.manifest.size_bytes
+    assert load.uses["other"].bytes_read == load.uses["other"].again_bytes == 0
+    assert load.uses["other"].fault is None
+    assert all(bytes(load.arena.view(p)) == d for p, d in ART.files.items())
+    load.arena.close()
+
+
+async def test_wrong_bytes_of_the_second_never_reach_the_arena() -> None:
+    load = Load(Scripted(ART, {LAST}), Scripted(ART, spoilt=True))
+    first = await load.until_stuck()
+    second_one = load.begin("other")
+    load.clock.now_s = 1.5
+    async with asyncio.timeout(5):
+        await second_one
+    assert load.uses["other"].fault is not None and load.uses["other"].fault.kind == "corrupt"
+    assert not load.arena.complete
+    load.readers["slow"].go.set()
+    async with asyncio.timeout(5):
+        await first
+    assert load.arena.complete
+    assert all(bytes(load.arena.view(p)) == d for p, d in ART.files.items())
+    load.arena.close()
+
+
+# ---------------------------------------------------------------------------- real connections
+
+
+async def test_a_dribbling_peer_is_not_waited_for_to_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a second source in its plan beside it, a load joins one for the end only."""
+    monkeypatch.setattr(loader_module, "PLAN_EVERY_S", 0.1)
+    monkeypatch.setattr("readyplane_agent.endgame.ENDGAME_AFTER_S", 0.3)
+    hold = threading.Event()
+
+    def spoil(path: str, start: int, count: int, data: bytes) -> None:
+        if count == 3:
+            hold.wait(30)
+
+    art = artifact()
+    with serving(art.files, spoil) as peer, serving(art.files) as store:
+        told = source(peer.url, "peer:w1", WeightTier.L1_HOST, worker_id="w1")
+        load, arena, plan = make(art, TwinRegistry(), told, source(store.url))
+        begun_s = time.monotonic()
+        fetched = await load.run(plan)
+        took_s = time.monotonic() - begun_s
+        hold.set()
+    assert took_s < 5, "the limit of a silent source is 8 s"
+    assert all(bytes(arena.view(p)) == d for p, d in art.files.items())
+    assert 0 < fetched.again_bytes <= art.manifest.chunk_bytes
+    assert sum(given_by(fetched).values()) == art.manifest.size_bytes
+    assert len(store.asked) == 1
+    arena.close()
