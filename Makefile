@@ -60,6 +60,10 @@ up: setup ## Start the whole system on this machine (ARGS="..." are passed on).
 bench: setup ## Run the benchmarks (ARGS="..." are passed on).
 	$(PY) -m bench.main $(ARGS)
 
+.PHONY: bench-gate
+bench-gate: setup ## Starts with and without planted faults: how often the ready gate errs (ARGS="--starts 24" is quick).
+	$(PY) -m bench.gate $(ARGS)
+
 .PHONY: bench-pairing
 bench-pairing: setup ## Our choice of pairs beside six others, in the simulator (ARGS="--seeds 1" is quick).
 	$(PY) -m bench.pairing $(ARGS)

@@ -24,13 +24,17 @@ GROUP = "group"
 #
 # model_revision      manifest_digest: what the engine was really given
 # tokenizer_revision  tokenizer_digest ("" when the artifact has none)
+#                     also, where the engine was asked: text_token_ids, wanted_token_ids,
+#                     round_trip: what it makes of a text
 # tensor_checksums    chunks_verified, chunks_total, failed (names of what did not match)
 # shard_coverage      tensors, tensors_expected, missing (names), ranks
 # kv_connector        outbound, inbound: true when reached, detail in words
 # canary              token_ids (the answer), eos_ok, sampling_ok; an attached engine adds
 #                     repeat_token_ids: the same question asked again
-# basics              eos, max_tokens: true; structured: true or "not offered"
-# kv_pool             kv_total_blocks, free_blocks (after the canary)
+# basics              eos, max_tokens: true; structured, sampling (a seeded answer repeats): true
+#                     or "not offered"; quantisation, kv_dtype: as the engine says, or "not told"
+# kv_pool             kv_total_blocks, free_blocks (after the canary); wanted_blocks where the size
+#                     was ordered and not measured
 # kv_hashes           token_ids (a prompt that was computed), block_size, told: the hashes of its
 #                     blocks as the worker's KV events name them (decimal), empty when none came
 # profile             name, digest; document (the profile itself) where the router may not have it
@@ -43,7 +47,7 @@ GATE_CHECKS: dict[str, tuple[str, ...]] = {
     SHARD_COVERAGE: ("tensors", "tensors_expected", "missing", "ranks"),
     KV_CONNECTOR: ("outbound", "inbound", "detail"),
     CANARY: ("token_ids", "eos_ok", "sampling_ok"),
-    BASICS: ("eos", "max_tokens", "structured"),
+    BASICS: ("eos", "max_tokens", "structured", "sampling", "quantisation", "kv_dtype"),
     KV_POOL: ("kv_total_blocks", "free_blocks"),
     KV_HASHES: ("token_ids", "block_size", "told"),
     PROFILE: ("name", "digest"),
@@ -53,6 +57,12 @@ GATE_CHECKS: dict[str, tuple[str, ...]] = {
 
 NOT_APPLICABLE = "not_applicable"
 NOT_OFFERED = "not offered"
+NOT_TOLD = "not told"
+# What engines call the KV format that follows from the model.
+KV_DTYPE_AUTO = "auto"
+KV_DTYPE_UNKNOWN = "unknown"
+# Of the KV blocks that were ordered: engines round.
+KV_BLOCKS_SHARE_MIN = 0.95
 
 # What cannot be checked on an engine that was already running: nobody saw its bytes being loaded.
 ATTACHED_MAY_SKIP = frozenset(

@@ -396,8 +396,9 @@ class TwinRouter:
         checks: Sequence[CheckResult],
     ) -> GateVerdict:
         self._holds(worker_id, incarnation, epoch)
-        if self.refuse:
-            return GateVerdict(False, self.refuse)
+        failed = tuple(f"{c.name}: {c.reason}" for c in checks if not c.passed)
+        if self.refuse or failed:
+            return GateVerdict(False, self.refuse + failed)
         if self.standby:
             return GateVerdict(True, standby=True)
         self.admitted.append((serving, checks))

@@ -50,6 +50,22 @@ def test_good_evidence_is_admitted() -> None:
     assert all(c.passed for c in verdict.checks)
 
 
+GOOD_BASICS: dict[str, Any] = {
+    "eos": True,
+    "max_tokens": True,
+    "structured": True,
+    "sampling": True,
+    "quantisation": "none",
+    "kv_dtype": "auto",
+}
+POOL = {"kv_total_blocks": 10_000, "free_blocks": 10_000}
+READS: dict[str, Any] = {
+    "tokenizer_digest": MANIFEST.tokenizer_digest,
+    "text_token_ids": [1],
+    "wanted_token_ids": [1],
+}
+
+
 # Every row claims `passed=True`; the value says otherwise.
 @pytest.mark.parametrize(
     ("check", "fields", "words"),
@@ -102,8 +118,18 @@ def test_good_evidence_is_admitted() -> None:
             {"token_ids": [7, 8, 9], "eos_ok": False, "sampling_ok": "yes"},
             "eos_ok is False",
         ),
-        (gc.BASICS, {"eos": True, "max_tokens": 1, "structured": True}, "max_tokens is 1"),
-        (gc.BASICS, {"eos": True, "max_tokens": True, "structured": False}, "structured is False"),
+        (gc.BASICS, {**GOOD_BASICS, "max_tokens": 1}, "max_tokens is 1"),
+        (gc.BASICS, {**GOOD_BASICS, "structured": False}, "structured is False"),
+        (gc.BASICS, {**GOOD_BASICS, "sampling": False}, "sampling is False"),
+        (gc.BASICS, {**GOOD_BASICS, "quantisation": "fp8"}, "quantisation fp8, manifest none"),
+        (gc.BASICS, {**GOOD_BASICS, "kv_dtype": "bf16"}, "KV in bf16, serving says fp8_e4m3"),
+        (gc.KV_POOL, {**POOL, "wanted_blocks": 20_000}, "10000 blocks, 20000 ordered"),
+        (gc.TOKENIZER_REVISION, {**READS, "round_trip": False}, "does not come back"),
+        (
+            gc.TOKENIZER_REVISION,
+            {**READS, "text_token_ids": [2]},
+            "reads a text as 2, the artifact 1",
+        ),
         (gc.KV_POOL, {"kv_total_blocks": 10_000, "free_blocks": 100}, "100 of 10000 blocks free"),
         (gc.KV_POOL, {"kv_total_blocks": 9_000, "free_blocks": 9_000}, "serving says 10000"),
         (gc.KV_POOL, {"kv_total_blocks": None, "free_blocks": 1}, "kv_total_blocks is None"),

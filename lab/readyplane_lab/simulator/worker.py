@@ -545,7 +545,14 @@ class SimWorker:
             },
             gc.KV_CONNECTOR: {"outbound": True, "inbound": True, "detail": "modelled"},
             gc.CANARY: {"token_ids": list(golden), "eos_ok": True, "sampling_ok": True},
-            gc.BASICS: {"eos": True, "max_tokens": True, "structured": gc.NOT_OFFERED},
+            gc.BASICS: {
+                "eos": True,
+                "max_tokens": True,
+                "structured": gc.NOT_OFFERED,
+                "sampling": gc.NOT_OFFERED,
+                "quantisation": gc.NOT_TOLD,
+                "kv_dtype": gc.NOT_TOLD,
+            },
             gc.KV_POOL: {"kv_total_blocks": blocks, "free_blocks": blocks},
             # Prompts have no tokens here: engines and router are given the same hashes.
             gc.KV_HASHES: {"token_ids": [], "block_size": 0, "told": []},

@@ -103,6 +103,7 @@ def demo_config(*, max_model_len: int = MAX_MODEL_LEN) -> dict[str, Any]:
     return {
         "max_model_len": max_model_len,
         "vocab_size": answer.VOCAB_SIZE,
+        "canary_ends": True,
         "bos_token_id": answer.BOS_TOKEN,
         "eos_token_id": answer.EOS_TOKEN,
         "pad_token_id": answer.PAD_TOKEN,

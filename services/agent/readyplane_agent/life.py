@@ -40,8 +40,8 @@ from readyplane_agent.lifecycle import (
 from readyplane_agent.load import LoadReader
 from readyplane_agent.loop import News, Session
 from readyplane_agent.settings import AgentSettings
-from readyplane_agent.starting import Start, Started, within
-from readyplane_agent.trace import StartTrace
+from readyplane_agent.starting import Start, Started
+from readyplane_agent.trace import StartTrace, within
 from readyplane_agent.transfer import HAND_OVER_LIMIT_S, TransferServer
 
 log = logging.getLogger("agent")

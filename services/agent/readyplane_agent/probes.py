@@ -21,6 +21,7 @@ from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import CheckResult, Fleet, Role, Serving, Worker, WorkerState
 from readyplane.kit.clock import Clock
 from readyplane_agent.arena import Arena
+from readyplane_agent.engines.exchange import EngineFailed
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort, GenerateResult
 
@@ -161,11 +162,15 @@ def group_check(group_epoch: int) -> CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the canary asks, and the known answer (empty when nobody recorded one)."""
+    """What the canary asks, and the known answer (empty when nobody recorded one).
+
+    `ends`: the known answer is known to end by itself (`canary_ends` of the manifest's config).
+    """
 
     prompt: tuple[int, ...]
     golden: tuple[int, ...]
     eos_token_id: int | None
+    ends: bool = False
 
     @classmethod
     def of(cls, manifest: Manifest | None) -> Question:
@@ -174,7 +179,9 @@ class Question:
         eos_id = eos if isinstance(eos, int) else None
         if manifest is None or manifest.canary is None:
             return cls(PLAIN_PROMPT, (), eos_id)
-        return cls(manifest.canary.prompt_token_ids, manifest.canary.golden_token_ids, eos_id)
+        canary = manifest.canary
+        ends = manifest.config.get("canary_ends") is True
+        return cls(canary.prompt_token_ids, canary.golden_token_ids, eos_id, ends)
 
     @property
     def max_tokens(self) -> int:
@@ -262,6 +269,8 @@ async def _stops(engine: EnginePort, question: Question, first: GenerateResult) 
     """
     eos = question.eos_token_id
     ended = first.finish_reason == "stop"
+    if question.ends and not ended:
+        return False, f"the known answer ends by itself, this one was cut ({first.finish_reason})"
     if not ended:
         inside = eos is not None and eos in first.token_ids
         return not inside, f"the answer was cut at {len(first.token_ids)} tokens without EOS inside"
@@ -378,9 +387,13 @@ async def kv_connector(
             _handover(engine, peer, question, expected), _handover(peer, engine, question, expected)
         )
         told.append(f"to {worker_id}: {note_out}; from {worker_id}: {note_back}")
-        if out is not None and back is not None:
-            outward, homeward = out, back
-            break
+        if out is None or back is None:
+            continue
+        if not (out and back) and not await _answers(peer, question):
+            told.append(f"{worker_id} has gone meanwhile")
+            continue
+        outward, homeward = out, back
+        break
     own, note = await alone
     outbound, inbound = own is True and outward, own is True and homeward
     notes = [f"self: {note}", *told]
@@ -393,25 +406,40 @@ async def kv_connector(
     )
 
 
+async def _answers(peer: OpenAiEngine, question: Question) -> bool:
+    """Whether a peer still answers at all."""
+    try:
+        await peer.generate(question.prompt, max_tokens=1, timeout_s=PROBE_LIMIT_S)
+    except ReadyplaneError:
+        return False
+    return True
+
+
 async def _handover(
     giver: EnginePort | OpenAiEngine,
     taker: EnginePort | OpenAiEngine,
     question: Question,
     expected: Sequence[int],
 ) -> tuple[bool | None, str]:
-    """One P leg and one D leg; None when an end could not be reached."""
+    """One P leg and one D leg; None when an end could not be reached.
+
+    An end that is reached and fails at the D leg could not read the KV: that is an answer.
+    """
     try:
         leg = await giver.generate(
             question.prompt, max_tokens=1, kv_transfer_params=P_LEG, timeout_s=PROBE_LIMIT_S
         )
         if not leg.kv_transfer_params:
             return False, "the prefill leg gave no kv_transfer_params"
-        answer = await taker.generate(
-            question.prompt,
-            max_tokens=min(HANDOVER_TOKENS, question.max_tokens),
-            kv_transfer_params=leg.kv_transfer_params,
-            timeout_s=PROBE_LIMIT_S,
-        )
+        try:
+            answer = await taker.generate(
+                question.prompt,
+                max_tokens=min(HANDOVER_TOKENS, question.max_tokens),
+                kv_transfer_params=leg.kv_transfer_params,
+                timeout_s=PROBE_LIMIT_S,
+            )
+        except EngineFailed as error:
+            return False, f"failed ({error})"
     except Unavailable as error:
         return None, f"not reached ({error})"
     except (InvalidField, Unsupported) as error:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,13 +21,14 @@ from readyplane.core.errors import (
     IdentityMismatch,
     InvalidField,
     LostLease,
+    ReadyplaneError,
     Refused,
     StaleEpoch,
     Unavailable,
 )
 from readyplane.core.identity import Manifest
 from readyplane.core.profile import ClassProfile
-from readyplane.core.startup import SegmentName, WeightTier
+from readyplane.core.startup import SegmentName
 from readyplane.core.worker import CheckResult, Lease, Role, Serving
 from readyplane.kit.clock import Clock
 from readyplane.ports import FetchPlan, GateVerdict, GroupStatus, RankReport, Registry, Router
@@ -36,11 +37,11 @@ from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.compile_publish import upload_url
 from readyplane_agent.engines.layout import arena_layout, tensor_table_document
-from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort, EngineSpec
 from readyplane_agent.lifecycle import Event
 from readyplane_agent.loader import Loader
 from readyplane_agent.pipeline import staging_share
+from readyplane_agent.proving import RANKS, Proving
 from readyplane_agent.reading import Reader
 from readyplane_agent.reuse import Reuse
 from readyplane_agent.settings import AgentSettings
@@ -52,7 +53,6 @@ from readyplane_agent.vouching import refuse_untrusted
 log = logging.getLogger("agent.start")
 T = TypeVar("T")
 
-RANKS = 1
 CHECKPOINT_ENGINES = ("vllm",)
 BARRIER_POLL_S = 0.5
 SMALL_POLL_S = 0.005
@@ -113,6 +113,15 @@ class Start:
         self._profile, self._cache, self._clock, self._trace = profile, cache, clock, trace
         self._lease, self._tell, self._started, self._give = lease, tell, started, give
         self._loader: Loader | None = None
+        self._proving = Proving(
+            settings,
+            router=router,
+            engine=engine,
+            profile=profile,
+            clock=clock,
+            started=started,
+            patient=self._patient,
+        )
 
     @property
     def _registry(self) -> Registry:
@@ -315,7 +324,8 @@ class Start:
     def _spec(self, manifest: Manifest, arena: Arena) -> EngineSpec:
         work = self._s.work_dir
         config = work / "config.json"
-        config.write_text(json.dumps(dict(manifest.config)))
+        told = {"quantisation": manifest.quantisation, **manifest.config}
+        config.write_text(json.dumps(told))
         tokenizers = [e.path for e in manifest.files if e.purpose == "tokenizer"]
         lent = self._s.convertible_tpot_s > 0
         return EngineSpec(
@@ -407,65 +417,25 @@ class Start:
         if reuse is not None:
             await reuse.judge(self._engine.startup_segments())
 
-    def serving(self) -> Serving:
-        """What the engine says, with what only the agent knows."""
-        fetched, arena = self._started.fetched, self._started.arena
-        return replace(
-            self._engine.serving(),
-            profile=self._profile.name,
-            tier=WeightTier.UNKNOWN if fetched is None else fetched.tier,
-            mode=self._s.mode,
-            tokenizer_digest="" if arena is None else probes.tokenizer_digest(arena),
-        )
-
     async def _prove(self) -> None:
         """Canary, connector and pool; a check that fails ends the start here, with its reason."""
-        question = probes.Question.of(self._started.manifest)
         with self._trace.span(SegmentName.CANARY) as span:
-            serving = self.serving()
-            first = await probes.ask(self._engine, question)
-            asked, connector = await asyncio.gather(
-                probes.canary(self._engine, question, first),
-                self._connector(serving, question, first.token_ids),
-            )
-            checks = [*asked, connector, probes.profile_check(self._profile)]
-            checks += [*self._loaded(serving), await self._kv_hashes(serving, question)]
-            checks.append(await probes.kv_pool(self._engine, serving, self._clock))
+            serving, answered, checks = await self._proving.prove()
             self._started.serving, self._started.checks = serving, tuple(checks)
-            span.detail = f"answered {list(first.token_ids)[:8]}"
+            span.detail = f"answered {list(answered)[:8]}"
+            if not all(check.passed for check in checks):
+                await self._hand_in_failed()
             _refuse_failed("start", checks)
             await self._rank("connected")
             await self._rank("placed")
 
-    async def _kv_hashes(self, serving: Serving, question: probes.Question) -> CheckResult:
-        if self._started.arena is None:
-            return probes.no_kv_hashes(serving, "an attached engine's KV events are not followed")
-        return await probes.kv_hashes(self._engine, question, serving)
-
-    def _loaded(self, serving: Serving) -> list[CheckResult]:
-        arena = self._started.arena
-        if arena is not None:
-            return probes.loaded_checks(
-                arena, tokenizer_digest=serving.tokenizer_digest, ranks=RANKS
-            )
-        names = set(gc.ATTACHED_MAY_SKIP) - {gc.KV_CONNECTOR}
-        return probes.not_applicable(names, "the engine was running before anybody could look")
-
-    async def _connector(
-        self, serving: Serving, question: probes.Question, expected: tuple[int, ...]
-    ) -> CheckResult:
-        if self._s.engine == "attached" and self._s.role is Role.BOTH:
-            why = "it serves both stages: nothing is handed over"
-            return probes.not_applicable([gc.KV_CONNECTOR], why)[0]
-        fleet = await self._patient(lambda: self._router.list_workers(self._s.model))
-        peers = [
-            (w.worker_id, OpenAiEngine(w.serving.engine_url, model=self._s.model))
-            for w in probes.peers_for(
-                fleet, worker_id=self._s.worker_id, role=self._started.role, serving=serving
-            )
-            if w.serving is not None
-        ]
-        return await probes.kv_connector(self._engine, question, expected, peers)
+    async def _hand_in_failed(self) -> None:
+        """The router is told of the evidence as well: there it stays with the worker."""
+        try:
+            verdict = await self._ask_admission(0)
+            log.warning("the gate refuses: %s", "; ".join(verdict.reasons))
+        except ReadyplaneError as error:
+            log.warning("the evidence could not be handed in: %s", error)
 
     # ----------------------------------------------------------------------- barrier and gate
 
@@ -548,7 +518,7 @@ class Start:
                 )
             await self._clock.sleep(BARRIER_POLL_S)
 
-    async def _admit(self, group_epoch: int) -> GateVerdict:
+    async def _ask_admission(self, group_epoch: int) -> GateVerdict:
         serving = self._started.serving
         assert serving is not None
 
@@ -563,7 +533,10 @@ class Start:
                 lease.worker_id, lease.incarnation, lease.epoch, serving=serving, checks=checks
             )
 
-        verdict = await self._patient(ask)
+        return await self._patient(ask)
+
+    async def _admit(self, group_epoch: int) -> GateVerdict:
+        verdict = await self._ask_admission(group_epoch)
         if not verdict.admitted:
             self._tell(Event.REFUSED)
             raise Refused("admission", verdict.reasons, "see the checks of the worker")
@@ -574,18 +547,6 @@ def _refuse_failed(what: str, checks: Iterable[CheckResult]) -> None:
     failed = [f"{c.name}: {c.reason or 'failed'}" for c in checks if not c.passed]
     if failed:
         raise Refused(what, failed, "see the evidence in the worker's checks")
-
-
-async def within(work: Awaitable[None], *, limit_s: float, trace: StartTrace) -> None:
-    """Bound a start as a whole. Raises Unavailable naming the segment that blocks."""
-    try:
-        async with asyncio.timeout(limit_s):
-            await work
-    except TimeoutError:
-        raise Unavailable(
-            f"the start took longer than {limit_s:g} s and hangs in {trace.open_segment() or 'nothing'}",
-            "see the log's end, or raise --start-limit-s",
-        ) from None
 
 
 def _write(path: Path, data: bytes | memoryview) -> None:

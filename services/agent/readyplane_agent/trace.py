@@ -7,13 +7,15 @@ CLOCK_MONOTONIC, which all processes of this machine share.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from readyplane.core.errors import Unavailable
 from readyplane.core.startup import Segment, SegmentName
 from readyplane.core.worker import StartProgress
 from readyplane.kit.clock import Clock
@@ -117,3 +119,15 @@ class StartTrace:
             log_tail=log_tail[-LOG_TAIL_CHARS:],
             failure=self.failure,
         )
+
+
+async def within(work: Awaitable[None], *, limit_s: float, trace: StartTrace) -> None:
+    """Bound a start as a whole. Raises Unavailable naming the segment that blocks."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await work
+    except TimeoutError:
+        raise Unavailable(
+            f"the start took longer than {limit_s:g} s and hangs in {trace.open_segment() or 'nothing'}",
+            "see the log's end, or raise --start-limit-s",
+        ) from None

@@ -166,6 +166,11 @@ def _tokenizer_revision(case: _Case) -> list[str]:
     reasons = [] if found == wanted else [f"loaded {found or 'none'}, manifest {wanted or 'none'}"]
     if case.serving.tokenizer_digest != wanted:
         reasons.append(f"serving says {case.serving.tokenizer_digest or 'none'}")
+    read, right = (_tokens(case.evidence.get(f"{n}_token_ids")) for n in ("text", "wanted"))
+    if right is not None and read != right:
+        reasons.append(f"the engine reads a text as {_shown(read)}, the artifact {_shown(right)}")
+    if case.evidence.get("round_trip") is False:
+        reasons.append("a text does not come back from its tokens")
     return reasons
 
 
@@ -240,9 +245,29 @@ def _basics(case: _Case) -> list[str]:
         for name in ("eos", "max_tokens")
         if case.evidence[name] is not True
     ]
-    structured = case.evidence["structured"]
-    if structured is not True and structured != gc.NOT_OFFERED:
-        reasons.append(f"structured is {structured!r}")
+    reasons.extend(
+        f"{name} is {case.evidence[name]!r}"
+        for name in ("structured", "sampling")
+        if case.evidence[name] is not True and case.evidence[name] != gc.NOT_OFFERED
+    )
+    return [*reasons, *_format_reasons(case)]
+
+
+def _format_reasons(case: _Case) -> list[str]:
+    """Weights and KV in the formats that were ordered, as far as the engine tells its own."""
+    reasons = []
+    manifest = case.want.manifest
+    told, kv = str(case.evidence["quantisation"]), str(case.evidence["kv_dtype"])
+    if manifest is not None and told not in (gc.NOT_TOLD, manifest.quantisation):
+        reasons.append(f"quantisation {told}, manifest {manifest.quantisation}")
+    served = case.serving.kv.dtype
+    if served == gc.KV_DTYPE_UNKNOWN:
+        return reasons  # nobody could say
+    if kv not in (gc.NOT_TOLD, gc.KV_DTYPE_AUTO, served):
+        reasons.append(f"KV in {kv}, serving says {served}")
+    wanted = None if manifest is None else manifest.config.get("kv_dtype")
+    if isinstance(wanted, str) and not case.want.offer.attached and served != wanted:
+        reasons.append(f"KV in {served}, manifest {wanted}")
     return reasons
 
 
@@ -253,6 +278,9 @@ def _kv_pool(case: _Case) -> list[str]:
         return [f"kv_total_blocks is {total}"]
     if total != case.serving.kv_total_blocks:
         reasons.append(f"{total} blocks, serving says {case.serving.kv_total_blocks}")
+    wanted = case.evidence.get("wanted_blocks")
+    if isinstance(wanted, int) and total < gc.KV_BLOCKS_SHARE_MIN * wanted:
+        reasons.append(f"{total} blocks, {wanted} ordered")
     if free is None or not FREE_BLOCKS_SHARE_MIN * total - 1 <= free <= total:
         reasons.append(f"{free} of {total} blocks free after the canary")
     return reasons

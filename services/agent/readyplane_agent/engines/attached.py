@@ -50,6 +50,11 @@ class AttachedEngine:
         self._profile = profile
 
     @property
+    def client(self) -> OpenAiEngine:
+        """Asks the engine."""
+        return self._client
+
+    @property
     def returncode(self) -> int | None:
         """None while it answers; 1 once it has not for `GONE_AFTER_S`, since nobody tells us."""
         since_s = self._failing_since_s

@@ -1,10 +1,57 @@
-"""Which adapter serves a `--engine` name. Adapters are imported only when they are chosen."""
+"""Which adapter serves a `--engine` name, and what is asked of an adapter beside the engine port.
+
+Adapters are imported only when they are chosen.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
 from readyplane.core.errors import InvalidField
+from readyplane.core.profile import ClassProfile
+from readyplane.core.worker import Serving
 from readyplane.kit.clock import Clock
+from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort
+from readyplane_agent.settings import AgentSettings
+
+
+@runtime_checkable
+class HasClient(Protocol):
+    """An adapter that keeps a client of its engine (with its token)."""
+
+    @property
+    def client(self) -> OpenAiEngine:
+        """Asks the engine."""
+        ...
+
+
+@runtime_checkable
+class HasMemoryAccount(Protocol):
+    """An adapter whose engine may measure its own KV pool."""
+
+    def memory_account(self) -> Mapping[str, Any]:
+        """Empty when nothing was measured."""
+        ...
+
+
+def client_of(engine: EnginePort, serving: Serving, *, model: str) -> OpenAiEngine:
+    """A client of a ready engine."""
+    if isinstance(engine, HasClient):
+        return engine.client
+    return OpenAiEngine(serving.engine_url, model=model)
+
+
+def ordered_kv_tokens(s: AgentSettings, profile: ClassProfile, engine: EnginePort) -> int | None:
+    """KV tokens that the engine was told to hold; None where it measures them itself."""
+    if s.engine == "attached":
+        return None
+    if isinstance(engine, HasMemoryAccount):
+        if engine.memory_account():
+            return None
+        return s.kv_tokens or profile.kv_capacity_tokens
+    return s.kv_tokens or None
 
 
 def engine_for(

@@ -114,6 +114,10 @@ async def _answer(reader: asyncio.StreamReader, where: str) -> Answered:
     return Answered(status, await reader.read(ANSWER_BYTES_MAX))
 
 
+class EngineFailed(Unavailable):
+    """The engine was reached and failed at what it was asked (500, 502, 504)."""
+
+
 def refused(answer: Answered, what: str) -> InvalidField | Unsupported | Unavailable | None:
     """The core error of an OpenAI-style error body, None for a good answer."""
     if answer.status < 400:
@@ -128,4 +132,5 @@ def refused(answer: Answered, what: str) -> InvalidField | Unsupported | Unavail
         return Unsupported(f"{what}: {text}", "use an engine that offers it")
     if answer.status < 500 and answer.status not in {408, 425, 429}:
         return InvalidField("engine request", what, "send what the engine accepts", text)
-    return Unavailable(f"{what}: engine answered {answer.status}: {text}", "see the engine's log")
+    kind = EngineFailed if answer.status in {500, 502, 504} else Unavailable
+    return kind(f"{what}: engine answered {answer.status}: {text}", "see the engine's log")

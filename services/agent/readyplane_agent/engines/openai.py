@@ -78,7 +78,18 @@ class OpenAiEngine:
         kv_transfer_params: Mapping[str, Any] | None = None,
         timeout_s: float = 30.0,
     ) -> GenerateResult:
-        """One greedy completion of a prompt given as tokens.
+        """One greedy completion of a prompt given as tokens."""
+        more: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
+        if kv_transfer_params is not None:
+            more["kv_transfer_params"] = dict(kv_transfer_params)
+        return await self.complete(
+            prompt_token_ids, max_tokens=max_tokens, timeout_s=timeout_s, **more
+        )
+
+    async def complete(
+        self, prompt_token_ids: Sequence[int], *, max_tokens: int, timeout_s: float, **more: Any
+    ) -> GenerateResult:
+        """One completion of a prompt given as tokens; `more` fields of the request.
 
         Token ids are the engine's own where it returns them (`return_token_ids`), else those of
         its tokenizer for the text, else the bytes of the text: enough to compare two answers.
@@ -90,11 +101,8 @@ class OpenAiEngine:
             "temperature": 0,
             "stream": False,
             "return_token_ids": True,
+            **more,
         }
-        if ignore_eos:
-            body["ignore_eos"] = True
-        if kv_transfer_params is not None:
-            body["kv_transfer_params"] = dict(kv_transfer_params)
         doc = await self.post("/v1/completions", body, timeout_s=timeout_s)
         try:
             choice = doc["choices"][0]
@@ -166,6 +174,14 @@ class OpenAiEngine:
             kv_sum_s=m.get("vllm:nixl_xfer_time_seconds_sum"),
             kv_bytes_sum=m.get("vllm:nixl_bytes_transferred_sum"),
         )
+
+
+def labels_of(text: bytes, name: str) -> dict[str, str]:
+    """Labels of the first sample of a metric; empty where the page has none."""
+    for line in text.decode("utf-8", "replace").splitlines():
+        if line.startswith((name + "{", name + " ")):
+            return _sample(line)[1]
+    return {}
 
 
 def read_metrics(text: bytes) -> dict[str, float]:

@@ -28,6 +28,7 @@ from readyplane_agent.engines.modelled.handover import HandoverChannel
 from readyplane_agent.engines.modelled.kv_publish import KvPublisher
 from readyplane_agent.engines.modelled.memory import size_pool
 from readyplane_agent.engines.modelled.metrics import EngineMetrics
+from readyplane_agent.engines.modelled.plants import Plant
 from readyplane_agent.engines.modelled.runtime import Runtime
 from readyplane_agent.engines.modelled.server import VERSION, EngineServer
 from readyplane_agent.engines.modelled.settings import ModelledSettings
@@ -54,7 +55,7 @@ def main() -> int:
     about = {"engine_id": s.engine_id, "pid": os.getpid(), "state": "starting", "failure": ""}
     log = StartupLog(clock, s.startup_file, about)
     try:
-        asyncio.run(_serve(s, clock, log))
+        asyncio.run(_until_signalled(s, clock, log))
     except ReadyplaneError as error:
         log.write(state="failed", failure=str(error))
         print(f"modelled engine cannot start: {error}", file=sys.stderr, flush=True)
@@ -69,14 +70,26 @@ def _bound_to_parent(pid: int) -> bool:
     return os.getppid() == pid
 
 
-async def _serve(s: ModelledSettings, clock: SystemClock, log: StartupLog) -> None:
+async def _until_signalled(s: ModelledSettings, clock: SystemClock, log: StartupLog) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
+    await serve(s, clock, log, stopping)
+
+
+async def serve(
+    s: ModelledSettings, clock: SystemClock, log: StartupLog, stopping: asyncio.Event
+) -> None:
+    """One engine life in this loop, until `stopping` is set.
+
+    Raises:
+        ReadyplaneError: why the start failed.
+    """
+    loop = asyncio.get_running_loop()
     now_s = clock.monotonic_s()
     log.add(SegmentName.RUNTIME_IMPORT, float(os.environ.get(SPAWNED_AT) or now_s), now_s)
-    server = EngineServer(model=s.model, clock=clock)
+    server = EngineServer(model=s.model, clock=clock, plants=s.plants)
     try:
         port = await server.http.start(s.host, s.port)
     except OSError as error:
@@ -123,13 +136,15 @@ async def _start(
     if s.wait_weights_s:
         await startup.wait_for(s.tensor_table, limit_s=s.wait_weights_s, clock=clock)
     with log.segment(SegmentName.HOST_TO_DEVICE):
-        weights = Weights(s.arena, s.tensor_table)
+        weights = Weights(s.arena, s.tensor_table, s.plants)
     LOG.info("%d tensors, %d bytes mapped", weights.tensor_count, weights.size_bytes)
     block_size = s.block_size or config["block_size"]
     await startup.modelled(log, clock, s, SegmentName.COMPILE)
     kv_blocks = await size_pool(
         log, clock, s, profile, weights_bytes=weights.size_bytes, block_size=block_size
     )
+    if Plant.HALF_KV in s.plants:
+        kv_blocks //= 2
     await startup.modelled(log, clock, s, SegmentName.CUDA_GRAPH)
     eager = s.mode is StartMode.EAGER
     model = EngineModel(
@@ -192,6 +207,7 @@ def _open_channels(
             on_pulled=runtime.on_pulled,
             on_extend=runtime.on_extend,
             answer_limit_s=s.kv_answer_limit_s,
+            reads_others=Plant.ONE_WAY_KV not in s.plants,
         )
         runtime.publisher = KvPublisher(
             context,
@@ -201,6 +217,7 @@ def _open_channels(
             topic=f"kv@{s.engine_id}@{s.model}",
             block_size=block_size,
             buffer_steps=s.kv_buffer_steps,
+            tokens_reversed=Plant.KV_HASHES in s.plants,
         )
     except OSError as error:
         raise Unavailable(str(error), "choose other ports, or 0 for free ones") from error
@@ -224,6 +241,7 @@ def _publish_facts(
         "num_gpu_blocks": blocks,
         "cache_dtype": config.get("kv_dtype", "fp8_e4m3"),
         "enable_prefix_caching": s.prefix_caching,
+        "quantisation": _quantisation(s, config),
     }
     server.event_sources = [
         {
@@ -243,6 +261,12 @@ def _publish_facts(
         max_model_len=server.config["max_model_len"],
         kv_dtype=str(config.get("kv_dtype", "fp8_e4m3")),
     )
+
+
+def _quantisation(s: ModelledSettings, config: dict[str, Any]) -> str:
+    """As the engine has the weights: what the agent told, unless it casts them."""
+    told = str(config.get("quantisation", ""))
+    return f"{told or 'none'}-cast" if Plant.WRONG_QUANTISATION in s.plants else told
 
 
 if __name__ == "__main__":

@@ -250,6 +250,11 @@ class ModelledEngine:
             flips=True,  # one process does what it is asked, whichever stage it registered for
         )
 
+    @property
+    def client(self) -> OpenAiEngine:
+        """Asks the engine. Raises Unavailable before it is ready."""
+        return self._ready_client()
+
     def _ready_client(self) -> OpenAiEngine:
         if self._client is None:
             raise Unavailable("the engine is not ready yet", "wait for it")

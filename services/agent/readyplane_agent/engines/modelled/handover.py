@@ -113,6 +113,7 @@ class HandoverChannel:
         engine_id: of this life. kv_format: what both ends must share, field by field.
         on_pulled: a reader is done with a request, its blocks may go. on_extend: it will come.
         answer_limit_s: a giver that is silent for this long is taken to be gone.
+        reads_others: False: a planted fault, only its own KV is read.
     """
 
     def __init__(
@@ -126,10 +127,11 @@ class HandoverChannel:
         on_pulled: Callable[[str], None],
         on_extend: Callable[[str], None],
         answer_limit_s: float = 5.0,
+        reads_others: bool = True,
     ) -> None:
         self._context, self._engine_id = context, engine_id
         self._format = dict(kv_format)
-        self._limit_s = answer_limit_s
+        self._limit_s, self._reads_others = answer_limit_s, reads_others
         self._on_pulled, self._on_extend = on_pulled, on_extend
         self.held: dict[str, HeldKv] = {}
         self._pulls: OrderedDict[int, asyncio.Future[dict[str, Any]]] = OrderedDict()
@@ -189,6 +191,8 @@ class HandoverChannel:
         """Ask for a KV; the answer within `answer_limit_s`, or why there is none."""
         if len(self._pulls) >= PULLS_MAX:
             return PulledKv(failure=f"more than {PULLS_MAX} pulls at once")
+        if not self._reads_others and remote.engine_id != self._engine_id:
+            return PulledKv(failure=f"cannot reach {remote.host}:{remote.port} (planted)")
         self._next += 1
         number = self._next
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()

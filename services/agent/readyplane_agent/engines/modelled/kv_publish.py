@@ -40,9 +40,12 @@ class KvPublisher:
         topic: str,
         block_size: int,
         buffer_steps: int,
+        tokens_reversed: bool = False,
     ) -> None:
+        """`tokens_reversed`: a planted fault, blocks are named by other tokens than they hold."""
         self._topic, self._block_size = topic.encode(), block_size
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=max(1, buffer_steps))
+        self._reversed = tokens_reversed
         self._sequence = 0
         self._encoder = msgspec.msgpack.Encoder()
         pub = context.socket(zmq.PUB)
@@ -74,6 +77,8 @@ class KvPublisher:
             tokens, parent, salt = content(
                 event.request_id, event.first_block, len(event.block_hashes)
             )
+            if self._reversed:
+                tokens = tokens[::-1]
             stored: dict[str, object] = {
                 "type": "BlockStored",
                 "block_hashes": list(event.block_hashes),

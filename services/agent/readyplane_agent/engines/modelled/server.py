@@ -7,7 +7,7 @@ Owns routes and the writing of answers; what they mean is the runtime's. Before 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from readyplane.kit.clock import Clock
@@ -23,6 +23,7 @@ from readyplane_agent.engines.modelled.body import (
 )
 from readyplane_agent.engines.modelled.http import Exchange, HttpServer
 from readyplane_agent.engines.modelled.metrics import EngineMetrics
+from readyplane_agent.engines.modelled.plants import Plant, spoiled_ask, spoiled_tokens
 from readyplane_agent.engines.modelled.runtime import Job, Piece, Runtime
 
 VERSION = "modelled/1"
@@ -35,8 +36,9 @@ class EngineServer:
         model: name that requests use. state: text for /health while it starts.
     """
 
-    def __init__(self, *, model: str, clock: Clock) -> None:
-        self._model, self._clock = model, clock
+    def __init__(self, *, model: str, clock: Clock, plants: Collection[Plant] = ()) -> None:
+        self._model, self._clock, self._plants = model, clock, plants
+        self._asked = 0
         self.runtime: Runtime | None = None
         self.metrics: EngineMetrics | None = None
         self.config: Mapping[str, Any] = {}
@@ -102,7 +104,7 @@ class EngineServer:
     def _tokenize(self, exchange: Exchange) -> None:
         doc = read_json(exchange.body)
         self._check_model(doc)
-        tokens = read_tokens(doc, self.config["max_model_len"])
+        tokens = spoiled_tokens(read_tokens(doc, self.config["max_model_len"]), self._plants)
         shown = doc.get("return_token_strs")
         exchange.reply_json(
             200,
@@ -170,6 +172,8 @@ class EngineServer:
             max_model_len=self.config["max_model_len"],
             request_id=exchange.headers.get("x-request-id", ""),
         )
+        self._asked += 1
+        ask = spoiled_ask(ask, self._asked, self._plants)
         writer = (_Stream if ask.stream else _Whole)(
             exchange, ask, self._model, int(self._clock.wall_s())
         )

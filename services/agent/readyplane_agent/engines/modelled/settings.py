@@ -14,6 +14,7 @@ from pathlib import Path
 from readyplane.core.errors import InvalidField
 from readyplane.core.profile import LinkClass
 from readyplane.core.startup import SegmentName, StartMode
+from readyplane_agent.engines.modelled.plants import Plant
 
 # Seconds that real engines spend there for an 8B model, shortened by about ten for a demo.
 MODELLED_SEGMENTS = "parallel_init=0.2,compile=1.2,cuda_graph=0.8,kv_profile=0.3,warmup=0.2"
@@ -59,6 +60,7 @@ class ModelledSettings:
     parent_pid: int
     max_waiting: int
     prefix_caching: bool
+    plants: frozenset[Plant]
 
 
 def parse(argv: Sequence[str]) -> ModelledSettings:
@@ -117,6 +119,7 @@ def parse(argv: Sequence[str]) -> ModelledSettings:
         parent_pid=given.parent_pid,
         max_waiting=given.max_waiting,
         prefix_caching=not given.no_prefix_caching,
+        plants=frozenset(Plant(name) for name in given.plant),
     )
 
 
@@ -151,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-batch-tokens", type=int, default=0, help="tokens an iteration, 0: as the profile")
     add("--max-waiting", type=int, default=4096, help="requests queued before 503")
     add("--no-prefix-caching", action="store_true", help="forget blocks when a request ends")
+    faults = [str(plant) for plant in Plant]
+    add("--plant", action="append", default=[], choices=faults, help="a fault, for tests")
     add("--mode", default="jit", choices=[str(m) for m in StartMode], help="start mode")
     add("--eager-factor", type=float, default=1.3, help="how much slower eager iterations are")
     add("--modelled-segments", default=MODELLED_SEGMENTS, help="seconds of start-up that is slept")

@@ -13,7 +13,7 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,12 @@ from readyplane_agent.engines.modelled.compiled import (
     compile_key,
     compile_miss,
     keep_compiled,
+)
+from readyplane_agent.engines.modelled.plants import (
+    Plant,
+    spoiled_bytes,
+    spoiled_slots,
+    spoiled_weights,
 )
 from readyplane_agent.engines.modelled.settings import ModelledSettings
 
@@ -99,7 +105,7 @@ class StartupLog:
 class Weights:
     """The mapped arena and its fingerprint; keeps the mapping alive."""
 
-    def __init__(self, arena: Path, table: Path) -> None:
+    def __init__(self, arena: Path, table: Path, plants: Collection[Plant] = ()) -> None:
         """Raises NotFound, InvalidField or Unavailable, each naming file and remedy."""
         try:
             text = table.read_bytes()
@@ -122,15 +128,21 @@ class Weights:
             raise Unavailable(f"cannot map {arena} ({error})", "check the arena") from error
         self.tensor_count, self.size_bytes = len(slots), size
         view = memoryview(self._map)
-        self.fingerprint = fingerprint(
+        slots = spoiled_slots(slots, plants)
+        first = next((slot.name for slot in slots if slot.size_bytes), "")
+        found_weights = fingerprint(
             tensor_digest(
                 slot.name,
                 slot.dtype,
                 slot.shape,
-                view[slot.offset_bytes : slot.offset_bytes + slot.size_bytes],
+                spoiled_bytes(
+                    view[slot.offset_bytes : slot.offset_bytes + slot.size_bytes],
+                    plants if slot.name == first else (),
+                ),
             )
             for slot in slots
         )
+        self.fingerprint = spoiled_weights(found_weights, plants)
         view.release()
 
 
