@@ -25,6 +25,7 @@ from readyplane_lab.cli import (
     replay,
     rollout,
     route,
+    startup,
     trace,
     up,
     workers,
@@ -112,4 +113,5 @@ _group(
 _group(policy.app, "policy", "Show and change what is wanted of a model's pools.")
 _group(profile.app, "profile", "Measure, import and show what a class of workers can do.")
 app.add_typer(rollout.app, name="rollout")
+_group(startup.app, "startup", "Look into starts of workers.")
 _group(trace.app, "trace", "Look into request traces.")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "readyplane workers",
+    "readyplane workers p-3-9f2c",
     "readyplane workers --watch",
     "readyplane workers --json | jq '.workers[] | select(.state == \"ready\").worker_id'",
 )
@@ -45,6 +46,7 @@ DRAIN_EXAMPLES = examples(
 EVERY_S = 1.0
 PLANNER_S_MAX = 2.0
 WAIT_MORE_S = 30.0
+EVIDENCE_CHARS_MAX = 120
 STARTING = ("ordered", "provisioned")
 ROW = (
     *("worker_id", "incarnation", "role", "state", "model", "worker_class", "node", "generation"),
@@ -64,6 +66,10 @@ SAME = ("worker_class", "node", "generation", "mode", "tier")
 
 
 def workers(
+    worker: Annotated[
+        str,
+        typer.Argument(metavar="[WORKER]", help="Show one: the gate's checks with evidence."),
+    ] = "",
     model: Annotated[str, typer.Option(metavar="M", help="Only of this model.")] = "",
     watch: Annotated[
         bool,
@@ -82,8 +88,13 @@ def workers(
     `decode+prefill` is a decode worker that also takes prompts, in short chunks.
     What a worker was told and has not done yet (activate, flip) stands behind its state.
     The decision is shown by its end, which `readyplane explain` takes.
+    With WORKER (an id, or a unique beginning) the ready gate's checks of that one are shown: passed or
+    not, why, and the evidence that was judged.
     """
     where = find("router", router=router, planner=planner)
+    if worker:
+        run(_one(where, worker, as_json=json))
+        return
     run(_watch(where, model, as_json=json) if watch else _once(where, model, as_json=json))
 
 
@@ -99,6 +110,53 @@ async def _once(where: Where, model: str, *, as_json: bool) -> None:
         return
     screen = output.console()
     screen.print(fleet_table(document))
+
+
+async def _one(where: Where, given: str, *, as_json: bool) -> None:
+    async with router_of(where) as router:
+        known = (await router.list_workers()).workers
+    found = known[match(given, known)]
+    if as_json:
+        output.emit({"worker": worker_row(found), "checks": check_documents(found)})
+        return
+    screen = output.console()
+    row = worker_row(found)
+    screen.print(
+        f"[bold]{found.worker_id}[/bold]  {row['role']}  {row['state']}  epoch {found.epoch}"
+    )
+    for name in ("failure", "drain_reason"):
+        if row[name]:
+            screen.print(f"[red]{row[name]}[/red]", markup=True)
+    screen.print(checks_table(check_documents(found)))
+
+
+def check_documents(worker: Worker) -> list[dict[str, Any]]:
+    """The gate's checks, whole."""
+    return [
+        {"name": c.name, "passed": c.passed, "reason": c.reason, "evidence": dict(c.evidence)}
+        for c in worker.checks
+    ]
+
+
+def checks_table(checks: Sequence[Mapping[str, Any]]) -> Table:
+    """Checks for a person; long evidence is cut, `--json` has it whole."""
+    from rich.markup import escape
+
+    made = output.table("check", "", "why and evidence", fixed=("check",))
+    for check in checks:
+        told = ", ".join(f"{k}: {_cut(str(v))}" for k, v in check["evidence"].items())
+        why = f"[red]{escape(check['reason'])}[/red]\n" if not check["passed"] else ""
+        made.add_row(
+            check["name"],
+            "[green]passed[/green]" if check["passed"] else "[red]failed[/red]",
+            why + f"[dim]{escape(told)}[/dim]",
+        )
+    made.caption = None if checks else "no evidence has been handed in yet"
+    return made
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= EVIDENCE_CHARS_MAX else text[: EVIDENCE_CHARS_MAX - 1] + "…"
 
 
 async def _watch(where: Where, model: str, *, as_json: bool) -> None:

@@ -72,6 +72,7 @@ def _start(
     row = live.get(worker_id)
     ready = found.get("ready")
     start: Mapping[str, Any] = {}
+    sample: Mapping[str, Any] = {} if ready is None else ready.document.get("sample") or {}
     if ready is not None:
         start = ready.document.get("start") or {}
     elif row is not None and row.get("start"):
@@ -100,6 +101,8 @@ def _start(
         "dominant_segment": dominant,
         "blocking_segment": start.get("blocking_segment"),
         "tier": ready.document.get("tier") if ready is not None else None,
+        "worker_class": sample.get("worker_class"),
+        "mode": sample.get("mode"),
         "note": note,
         "log_tail": start.get("log_tail", "") or _log_of(found),
     }
