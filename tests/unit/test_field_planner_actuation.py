@@ -113,7 +113,7 @@ async def test_b36_an_order_that_never_begins_blocks_nobody() -> None:
     run = await planner(w, policy(eta_bound_factor=3.0))
     wanted = {"p": 3, "d": 1}
     wants(run, wanted)
-    await run.step(12)
+    await run.step(24)
     assert live(w) == 3
     assert any(r.code == "pending" and "no node" in r.text for r in run.decisions[-1].why)
     assert any("no node" in h["text"] for h in (await run.service.state())["held"])

@@ -327,7 +327,7 @@ def test_b11_no_declared_unit_is_never_a_guess(unit: object) -> None:
 
 
 def test_b11_the_decision_prints_units() -> None:
-    decision = busy(20).decisions[-1]
+    decision = busy(30).decisions[-1]
     assert {n: s.unit for n, s in decision.signals.items()} == {
         "arrivals": "requests/s",
         "prompt_work": "tokens/s",
@@ -403,7 +403,7 @@ def test_b15_a_dip_is_no_restart_and_a_restart_counts_from_zero() -> None:
 
 
 def test_b15_two_restarts_between_samples_make_no_negative_rate() -> None:
-    bench = busy(20)
+    bench = busy(30)
     for _ in range(3):
         bench.restart()
         bench.restart()
@@ -465,7 +465,7 @@ def test_b17_no_forecaster_goes_below_zero(horizon_s: float, step_s: float) -> N
 
 
 def test_b17_lengths_stay_positive_when_traffic_ends() -> None:
-    bench = busy(20)
+    bench = busy(30)
     for rps in DECLINE:
         bench.run(3, rps / 16.0, isl=1.0 if rps < 20 else 1155.0)
         assert seen(bench).lengths.isl >= 1.0 and seen(bench).lengths.osl >= 1.0

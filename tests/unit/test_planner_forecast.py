@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from readyplane_planner.decide.demand import surged
+from readyplane_planner.decide.demand import FIRST_LOOK_S, first_look, surged
 from readyplane_planner.forecast import (
     EXPERTS,
     PENDING_MAX,
@@ -19,6 +19,7 @@ from readyplane_planner.forecast import (
     predict,
     remember,
     scaled,
+    trailing,
     update,
 )
 
@@ -180,3 +181,28 @@ def test_scaled_work_scales_every_forecast(
     for name in ("level", "upper", "lower", "now"):
         assert getattr(more, name) == pytest.approx(factor * getattr(plain, name), rel=1e-6), name
     assert scaled(Series(), factor) == Series()
+
+
+def test_a_beginning_is_planned_by_its_mean_and_a_step_in_it_is_not() -> None:
+    """Answers in flight only rise at first: what every trend makes of that is no demand."""
+    knobs = Knobs()
+    series, now_s = Series(), 0.0
+    for rate in [*(200.0 * k for k in range(12)), *([2400.0] * 13)]:
+        now_s += 2.0
+        series = update(series, rate, dt_s=2.0, now_s=now_s, knobs=knobs)
+        made = predict(series, horizon_s=60.0, knobs=knobs)
+        begun = first_look(made, series)
+        age_s = series.updated_s - (series.begun_s or 0.0)
+        mean = trailing(series, FIRST_LOOK_S)
+        assert age_s < FIRST_LOOK_S
+        assert begun.upper <= mean + 1e-9
+        assert begun.level <= made.level
+    step = update(series, 40_000.0, dt_s=6.0, now_s=now_s + 6.0, knobs=knobs)
+    calm = first_look(predict(step, horizon_s=60.0, knobs=knobs), step)
+    lifted = surged(calm, step, tokens=100.0, cv2=0.0, spans_s=(3.0, 6.0))
+    assert lifted.level > 30_000.0
+    for _ in range(10):
+        now_s += 6.0
+        series = update(series, 2400.0, dt_s=6.0, now_s=now_s, knobs=knobs)
+    made = predict(series, horizon_s=60.0, knobs=knobs)
+    assert first_look(made, series) == made

@@ -151,12 +151,23 @@ def test_the_first_minutes_neither_grow_on_a_second_nor_shrink_on_a_calm_one() -
     wish = Proposal(9, 8, 9, 8)
     fewer = Proposal(1, 1, 1, 1)
 
-    def held(proposal: Proposal, age_s: float, live: tuple[int, int] = (3, 3)) -> Proposal:
+    def held(
+        proposal: Proposal,
+        age_s: float,
+        live: tuple[int, int] = (3, 3),
+        late: tuple[bool, bool] = (False, False),
+    ) -> Proposal:
         series = replace(Series(), begun_s=100.0, updated_s=100.0 + age_s)
-        return young.held(proposal, plan, Memory(work_p=series), live)
+        return young.held(proposal, plan, Memory(work_p=series), live, late)
 
     assert (held(wish, 1.0).p, held(wish, 1.0).d) == (3, 3)
-    late_s = plan.knobs.warmup_s + 1.0
+    soon_s = plan.knobs.window_s + 1.0
+    assert soon_s < young.HELD_S
+    assert (held(wish, soon_s).p, held(wish, soon_s).d) == (3, 3)
+    behind = held(wish, soon_s, late=(False, True))
+    assert (behind.p, behind.d) == (3, 8), "who is late already is not held"
+    assert held(wish, young.HELD_S).p == 9
+    late_s = max(plan.knobs.warmup_s, young.HELD_S) + 1.0
     assert held(wish, late_s) == wish and held(fewer, late_s) == fewer
     assert (held(fewer, 1.0).p_keep, held(fewer, 1.0).d_keep) == (3, 3)
     assert held(wish, 1.0, live=(0, 3)) == wish, "a pool that is empty is not held"

@@ -448,7 +448,7 @@ async def test_a_shorter_t_ready_keeps_less_headroom() -> None:
         prior = {"p50_s": t_ready_s, "p90_s": t_ready_s, "p99_s": t_ready_s}
         w = world(rps=noisy(4.0), t_ready_s=lambda _n, s=t_ready_s: s)
         run = await planner(w, policy(t_ready_prior=prior))
-        await run.step(60)
+        await run.step(90)
         made = run.decisions[-1].prefill.forecast
         bounds.append(made.upper / made.level)
     assert bounds[0] < bounds[1] - 0.05

@@ -83,7 +83,10 @@ def decide(
     seen = outlook.predict(observation, plan, model, pools)
     said: list[Reason] = [*turned, *_facts(observation, plan, pools, memory)]
     problem = _problem(observation, plan, model, pools, seen)
-    proposal, memory = _propose(observation, plan, memory, problem, pools, seen, optimiser, said)
+    pressed = young.pressed(observation, plan, model, pools[0].ready_worth, seen)
+    proposal, memory = _propose(
+        observation, plan, memory, problem, pools, seen, pressed, optimiser, said
+    )
     proposal, memory = prewarm.raised(
         proposal, observation, plan, memory, problem, said, now_s=now_s
     )
@@ -267,6 +270,7 @@ def _propose(
     problem: Problem,
     pools: Both,
     seen: outlook.Forecasts,
+    pressed: tuple[bool, bool],
     optimiser: Optimiser,
     said: list[Reason],
 ) -> tuple[Proposal | None, Memory]:
@@ -297,7 +301,7 @@ def _propose(
         return kept, memory
     said.extend(Reason(code, text, pool) for code, text, pool in proposal.reasons)
     memory = replace(memory, failing=0) if memory.failing else memory
-    proposal = young.held(proposal, plan, memory, (live_p, live_d))
+    proposal = young.held(proposal, plan, memory, (live_p, live_d), pressed)
     return replace(proposal, candidates=weighed), memory
 
 

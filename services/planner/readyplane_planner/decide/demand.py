@@ -29,6 +29,8 @@ OUTPUT_TAU_S = 60.0
 SURELY_BUSY = 1.5
 """A P worker's speed is learned only where its queue would have lasted for a worker so much faster
 than profiled: a rate between two moments with work may hold idle time, and then is no speed."""
+FIRST_LOOK_S = 60.0
+"""Until then a demand is the mean of what was seen, unless it is a step beyond chance."""
 SURGE_SPANS_S = (3.0, 6.0)
 SURGE_SIGMAS = 3.5
 KV_SATURATED = 0.95
@@ -122,9 +124,13 @@ def needs(
     model_d = _holding(model_d, plan.decode.profile, pools[1])
     uneven = risk.uneven(memory.uneven, observation, series_p, uncached * (1.0 + cv2))
     model_p = replace(model_p, dispersion=risk.dispersion(uneven))
-    work_p = surged(of_p.made, series_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S)
+    work_p = surged(
+        first_look(of_p.made, series_p), series_p, tokens=uncached, cv2=cv2, spans_s=SURGE_SPANS_S
+    )
     # Answers begin after their prompts and last: D has the time to see the longer span.
-    work_d = surged(of_d.made, series_d, tokens=osl, cv2=0.0, spans_s=SURGE_SPANS_S[1:])
+    work_d = surged(
+        first_look(of_d.made, series_d), series_d, tokens=osl, cv2=0.0, spans_s=SURGE_SPANS_S[1:]
+    )
     each_p = uncached * (1.0 + cv2) / knobs.window_s
     each_d = osl / knobs.window_s
     needs_now = Needs(
@@ -264,11 +270,24 @@ def spread(
     probabilities = [p for p, _ in NODES]
     found = forecast.quantiles(series, (work.horizon_s,), probabilities, knobs=plan.knobs)[0]
     weights: dict[float, float] = {}
+    most = work.upper if _begins(series) else math.inf
     for (probability, weight), rate in zip(NODES, found, strict=True):
         chance = PEAK_MEAN + PEAK_SPREAD * _DEVIATIONS[probability]
-        lasts = max(work.level, beneath(of.moved(rate), max(0.0, chance), each))
+        lasts = max(work.level, min(most, beneath(of.moved(rate), max(0.0, chance), each)))
         weights[lasts] = weights.get(lasts, 0.0) + weight
     return tuple(weights.items())
+
+
+def first_look(work: Forecast, series: Series) -> Forecast:
+    """In the first minute, what was seen on the mean: every trend of a beginning points up."""
+    if not _begins(series):
+        return work
+    mean = forecast.trailing(series, FIRST_LOOK_S)
+    return replace(work, level=min(work.level, mean), upper=min(work.upper, mean))
+
+
+def _begins(series: Series) -> bool:
+    return series.begun_s is not None and series.updated_s - series.begun_s < FIRST_LOOK_S
 
 
 def beneath(rate: float, deviations: float, each: float) -> float:
