@@ -19,6 +19,7 @@ from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.chunk_order import VERIFIED
 from readyplane_agent.loader import cache_source
+from readyplane_agent.nixl_way import Ended, GivingWay, Transport
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.transfer import TransferServer
 
@@ -51,13 +52,34 @@ class Giving:
         self._arena: Arena | None = None
         self._turn = asyncio.Event()
         self._withdrawn = False
+        self._opening: asyncio.Future[None] | None = None
 
     async def begin(self, arena: Arena) -> None:
         """Give this arena's chunks as they are verified; whoever plans after this knows of it."""
         self._arena = arena
         self._transfer.offer(arena)
         arena.tell_whole = self._announce
+        self._open_nixl(arena)
         await self._announce()
+
+    def _open_nixl(self, arena: Arena) -> None:
+        """Another way for the bytes, while all else goes on; without it they go over TCP."""
+        transport = Transport(self._s.transport, self._s.nixl_python)
+        if transport.wanted and self._s.transfer_readers_max > 0:
+            self._opening = asyncio.ensure_future(self._opened_nixl(arena, transport))
+
+    async def _opened_nixl(self, arena: Arena, transport: Transport) -> None:
+        name = f"give:{self._incarnation}"
+        try:
+            way = await asyncio.to_thread(GivingWay, arena, transport=transport, name=name)
+        except Ended as error:
+            level = logging.WARNING if transport.wish == "nixl" else logging.INFO
+            log.log(level, "weights are given over TCP, not NIXL: %s", error)
+            return
+        if self._withdrawn or arena is not self._arena:
+            way.close()
+        else:
+            self._transfer.nixl = way
 
     def poke(self) -> None:
         """A stage has begun (complete, draining): tell it now."""

@@ -26,6 +26,7 @@ from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.chunk_order import VERIFIED
 from readyplane_agent.fanout import Fanout
+from readyplane_agent.nixl_way import Transport
 from readyplane_agent.pipeline import Pipeline
 from readyplane_agent.reading import Reader, Reading
 from readyplane_agent.source_use import Fetched, SourceUse
@@ -66,6 +67,7 @@ class Loader:
         reader: who we are. trace: gets a segment per source. cache: node's cache, None without.
         staging_bytes: budget of unverified bytes. connections: to one source at once.
         limit_s: give up after this long. token: bearer token for HTTP sources.
+        transport: how bytes of peers come; over TCP without.
 
     Raises:
         InvalidField: a chunk does not fit in the budget.
@@ -84,6 +86,7 @@ class Loader:
         connections: int = 4,
         limit_s: float = 1800.0,
         token: str = "",
+        transport: Transport | None = None,
     ) -> None:
         self._arena, self._registry, self._clock = arena, registry, clock
         self._reader, self._cache, self._limit_s = reader, cache, limit_s
@@ -109,6 +112,7 @@ class Loader:
             fanout=self._fanout,
             fetched=self.fetched,
             stop=self._stop,
+            transport=transport or Transport(),
         )
 
     def stop(self) -> None:

@@ -21,6 +21,10 @@ INCARNATION = "X-Readyplane-Incarnation"
 LAYOUT = "X-Readyplane-Layout"
 DRAINING = "X-Readyplane-Draining"
 PAUSED = "X-Readyplane-Paused"
+# The bytes go over NIXL: who asks for a chunk so is told its address instead.
+VIA = "X-Readyplane-Via"
+AT = "X-Readyplane-At"
+NIXL = "X-Readyplane-Nixl"
 OCTETS = "application/octet-stream"
 
 
@@ -81,6 +85,15 @@ class Offering:
     def holdings(self, *, extra: str = "") -> Answer:
         """A byte for each chunk of the artifact: missing, coming or verified (`Arena.progress`)."""
         return Answer("200 OK", bytes(self._arena.progress), OCTETS, extra=self._echo + extra)
+
+    def address(self, chunk: Answer, base: int) -> Answer:
+        """Instead of a chunk that may go: where it lies in memory that begins at `base`."""
+        at = f"{AT}: {base + self.at(chunk)}\r\n"
+        return Answer("204 No Content", size=chunk.size, extra=chunk.extra + at)
+
+    def nixl(self, metadata: str) -> Answer:
+        """What a reader's process needs to find ours."""
+        return Answer("204 No Content", extra=f"{self._echo}{NIXL}: {metadata}\r\n")
 
     def close(self) -> None:
         """Give the file back."""

@@ -109,9 +109,15 @@ class HttpReader:
     def read_into(self, entry: FileEntry, start: int, into: memoryview) -> Fault | None:
         target = f"{self._prefix}/{quote(entry.path)}{self._query}"
         head = f"GET {target} HTTP/1.1\r\nRange: bytes={start}-{start + len(into) - 1}\r\n"
+        return self.exchange(
+            head, lambda found: _judge(found, entry, start, len(into)), into, entry
+        )
+
+    def exchange(self, head: str, judge: Judge, into: memoryview, entry: FileEntry) -> Fault | None:
+        """One request about a file, asked again while the source pauses."""
         begun_s = self._clock.monotonic_s()
         while True:
-            fault = self._again(head, lambda found: _judge(found, entry, start, len(into)), into)
+            fault = self._again(head, judge, into)
             if fault is None or fault.kind != "paused":
                 return None if fault is None else _whose(fault, entry)
             if self._cut.is_set():
@@ -126,9 +132,9 @@ class HttpReader:
         size = str(len(into))
 
         def judge(head: Mapping[str, str]) -> Fault | None:
-            if _status(head) == "200" and head.get("content-length") == size:
+            if status(head) == "200" and head.get("content-length") == size:
                 return None
-            return Fault("dead", f"holdings: answered {_status(head)}")
+            return Fault("dead", f"holdings: answered {status(head)}")
 
         return self._again(f"GET {target} HTTP/1.1\r\n", judge, into)
 
@@ -286,7 +292,8 @@ class HttpReader:
         return None
 
 
-def _status(head: Mapping[str, str]) -> str:
+def status(head: Mapping[str, str]) -> str:
+    """Of an answer, its code in digits."""
     words = head[""].split(" ", 2)
     return words[1] if len(words) > 1 else head[""][:40]
 
@@ -297,42 +304,45 @@ def _whose(fault: Fault, entry: FileEntry) -> Fault:
     return fault if named else Fault(fault.kind, f"{entry.path}: {fault.detail}")
 
 
-def _refused(head: Mapping[str, str], entry: FileEntry) -> Fault | None:
-    status = _status(head)
-    if status in {"429", "503"}:
+def refused(head: Mapping[str, str], entry: FileEntry) -> Fault | None:
+    """Why a source gives nothing of this file, None when it does not refuse."""
+    code = status(head)
+    if code in {"429", "503"}:
         paused = PAUSED.lower() in head
         return Fault("paused", "serving comes first") if paused else Fault("busy", _said(head))
-    if status == "425":
+    if code == "425":
         return Fault("early", "not verified there yet")
-    if status == "412":
+    if code == "412":
         return Fault("unfit", f"{entry.path}: its layout in memory is another one")
-    if status not in {"200", "206"}:
-        return Fault("dead", f"{entry.path}: answered {status}")
+    if code not in {"200", "204", "206"}:
+        return Fault("dead", f"{entry.path}: answered {code}")
     return None
 
 
 def _said(head: Mapping[str, str]) -> str:
-    return f"answered {_status(head)}" + (", it leaves" if DRAINING.lower() in head else "")
+    return f"answered {status(head)}" + (", it leaves" if DRAINING.lower() in head else "")
 
 
 def _judge(head: Mapping[str, str], entry: FileEntry, start: int, size: int) -> Fault | None:
     """Whether a response head promises exactly the range that was asked for."""
-    refused = _refused(head, entry)
-    if refused is not None:
-        return refused
-    status = _status(head)
+    refusal = refused(head, entry)
+    if refusal is not None:
+        return refusal
+    code = status(head)
+    if code == "204":
+        return Fault("corrupt", f"{entry.path}: answered 204 where bytes were asked for")
     length = head.get("content-length")
     if length is None:
         return Fault("corrupt", f"{entry.path}: no content-length")
     if length == "0":
         return Fault("corrupt", f"{entry.path}: empty body")
     whole = start == 0 and size == entry.size_bytes
-    if status == "200" and not whole:
+    if code == "200" and not whole:
         return Fault("corrupt", f"{entry.path}: ignored the range (200 with {length} B)")
     if length != str(size):
         return Fault("corrupt", f"{entry.path}: {length} B instead of {size}")
     wanted = f"bytes {start}-{start + size - 1}/{entry.size_bytes}"
-    if status == "206" and head.get("content-range", "") != wanted:
+    if code == "206" and head.get("content-range", "") != wanted:
         got = head.get("content-range", "none")
         return Fault("corrupt", f"{entry.path}: range {got!r} instead of {wanted!r}")
     return None

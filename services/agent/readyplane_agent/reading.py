@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from readyplane.core.errors import (
@@ -30,6 +31,8 @@ from readyplane_agent.cache import WeightCache
 from readyplane_agent.engines.layout import layout_digest
 from readyplane_agent.fanout import Fanout, Side
 from readyplane_agent.files import FileReader
+from readyplane_agent.nixl_reader import NixlReader, SharedWay
+from readyplane_agent.nixl_way import Transport
 from readyplane_agent.pipeline import Pipeline
 from readyplane_agent.ranges import Fault, HttpReader, RangeReader
 from readyplane_agent.source_use import Fetched, SourceUse
@@ -68,7 +71,7 @@ class Reading:
 
     Args:
         arena: filled through `pipeline`. fanout: who gives which chunk, where several sources are
-            read from at once. fetched: gets the account of every use. stop: ends the load.
+            read from at once. fetched: gets the account of every use. stop: ends the load. transport: TCP or NIXL.
         Others as of `Loader`.
     """
 
@@ -86,7 +89,9 @@ class Reading:
         fanout: Fanout,
         fetched: Fetched,
         stop: threading.Event,
+        transport: Transport,
     ) -> None:
+        self._transport = transport
         self._arena, self._registry, self._clock = arena, registry, clock
         self._reader, self._trace, self._cache, self._token = reader, trace, cache, token
         self._pipeline, self._fanout, self._fetched, self._stop = pipeline, fanout, fetched, stop
@@ -243,29 +248,42 @@ class Reading:
         side: Side | None,
         connections: int,
     ) -> None:
+        way = self._way(source)
         await self._pipeline.fill(
-            lambda: self._open(source),
+            lambda: self._open(source, way),
             use,
             gone=gone,
             stop=self._stop,
             todo=side,
             connections=connections,
         )
+        if way is not None:
+            way.close()
+            use.way = way.text()
 
-    def _open(self, source: Source) -> RangeReader:
+    def _way(self, source: Source) -> SharedWay | None:
+        """NIXL to a peer, where it is wished and can be had; stores know only HTTP."""
+        if not (self._transport.wanted and source.worker_id and source.url.startswith("http:")):
+            return None
+        name = f"read:{self._reader.incarnation}:{next(self._numbers)}"
+        return SharedWay(self._arena, transport=self._transport, name=name)
+
+    def _open(self, source: Source, way: SharedWay | None) -> RangeReader:
         if source.tier is WeightTier.L2_NVME and self._cache is not None:
             return FileReader(self._cache.locate)
         parts = urlsplit(source.url)
         if parts.scheme == "file":
             folder = Path(unquote(parts.path))
             return FileReader(lambda entry: folder / entry.path)
-        return HttpReader(
-            source.url,
-            clock=self._clock,
-            incarnation=source.incarnation,
-            layout=self._layout,
-            token=self._token,
-        )
+        more: dict[str, Any] = {
+            "clock": self._clock,
+            "incarnation": source.incarnation,
+            "layout": self._layout,
+            "token": self._token,
+        }
+        if way is not None:
+            return NixlReader(source.url, way=way, **more)
+        return HttpReader(source.url, **more)
 
 
 def _told(fault: Fault | None) -> str:

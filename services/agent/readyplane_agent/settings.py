@@ -18,6 +18,7 @@ from readyplane.core.startup import StartMode
 from readyplane.core.worker import Role
 
 ORDERED_AT = "READYPLANE_ORDERED_AT_MONOTONIC_S"
+WISHES = ("tcp", "nixl", "auto")
 ENGINES = ("modelled", "vllm", "attached")
 
 
@@ -54,6 +55,9 @@ HELP: Mapping[str, str] = {
     "read_connections": "connections to one source at once",
     "transfer_readers_max": "peers that may read our weights at once",
     "transfer_bytes_per_s": "most bytes per second given to peers; 0: no limit",
+    "transport": "tcp, auto (NIXL with peers where both sides have it) or nixl (the same; bytes that "
+    "come over TCP are warned of)",
+    "nixl_python": "interpreter in which NIXL can be imported; empty: the agent's own",
     "serving_ttft_s": "time to first token that peers' reading must not endanger; 0: no target",
     "serving_tpot_s": "time per output token that it must not endanger; 0: no slower than without",
     "fetch_limit_s": "give up fetching weights after this long",
@@ -105,6 +109,8 @@ class AgentSettings:
     read_connections: int = 4
     transfer_readers_max: int = 2
     transfer_bytes_per_s: float = 0.0
+    transport: str = "tcp"
+    nixl_python: str = ""
     serving_ttft_s: float = 0.0
     serving_tpot_s: float = 0.0
     fetch_limit_s: float = 1800.0
@@ -199,11 +205,7 @@ def _typed(name: str, kind: str, raw: Any) -> Any:
 
 
 def _checked(s: AgentSettings) -> AgentSettings:
-    for name in ("worker_id", "model", "router"):
-        if not getattr(s, name):
-            raise InvalidField(_flag(name), "", "give a non-empty text")
-    if s.engine not in ENGINES:
-        raise InvalidField("--engine", s.engine, "write one of " + ", ".join(ENGINES))
+    _check_words(s)
     if (s.engine == "attached") != bool(s.engine_url):
         raise InvalidField(
             "--engine-url", s.engine_url, "give it with --engine attached, only then"
@@ -231,6 +233,15 @@ def _checked(s: AgentSettings) -> AgentSettings:
         if getattr(s, name) <= 0:
             raise InvalidField(_flag(name), getattr(s, name), "use seconds above 0")
     return s
+
+
+def _check_words(s: AgentSettings) -> None:
+    for name in ("worker_id", "model", "router"):
+        if not getattr(s, name):
+            raise InvalidField(_flag(name), "", "give a non-empty text")
+    for name, words in (("engine", ENGINES), ("transport", WISHES)):
+        if getattr(s, name) not in words:
+            raise InvalidField(_flag(name), getattr(s, name), "write one of " + ", ".join(words))
 
 
 def _check_convertible(s: AgentSettings) -> None:

@@ -22,6 +22,7 @@ class SourceUse:
     Attributes:
         times: (seconds, bytes) of each verified chunk, in the order they were done.
         ways: how the bytes of local files were read.
+        way: how bytes of a peer came, where that is not as usual.
         again_bytes: of chunks at the end of the load that a slower source was bringing already.
         turned_away: the registry granted no place, since others are there; nothing was asked.
     """
@@ -34,6 +35,7 @@ class SourceUse:
     fault: Fault | None = None
     times: list[tuple[float, int]] = field(default_factory=list)
     ways: ReadWays = field(default_factory=ReadWays)
+    way: str = ""
     again_bytes: int = 0
     turned_away: bool = False
 
@@ -68,6 +70,8 @@ class SourceUse:
                 f"bound {bound_s:.3f} s at the fastest measured {fastest / 1e9:.2f} GB/s, "
                 f"efficiency {bound_s / took_s:.2f}"
             )
+        if self.way:
+            parts.append(self.way)
         if self.again_bytes:
             parts.append(f"{self.again_bytes / 1e6:.1f} MB read twice")
         if ways := self.ways.text():

@@ -40,6 +40,7 @@ from readyplane_agent.engines.layout import arena_layout, tensor_table_document
 from readyplane_agent.engines.port import EnginePort, EngineSpec
 from readyplane_agent.lifecycle import Event
 from readyplane_agent.loader import Loader
+from readyplane_agent.nixl_way import Transport
 from readyplane_agent.pipeline import staging_share
 from readyplane_agent.proving import RANKS, Proving
 from readyplane_agent.reading import Reader
@@ -236,6 +237,7 @@ class Start:
             connections=self._s.read_connections,
             limit_s=self._s.fetch_limit_s,
             token=self._s.token,
+            transport=Transport(self._s.transport, self._s.nixl_python),
         )
         held = await take_held(arena, node=self._s.node, clock=self._clock, trace=self._trace)
         self._loader.fetched.uses += held

@@ -19,7 +19,8 @@ from readyplane.kit.clock import Clock
 from readyplane_agent import pacing
 from readyplane_agent.arena import Arena
 from readyplane_agent.http_head import Answer, Request, parse
-from readyplane_agent.offering import DRAINING, PAUSED, Offering
+from readyplane_agent.nixl_way import GivingWay
+from readyplane_agent.offering import DRAINING, PAUSED, VIA, Offering
 
 log = logging.getLogger("agent.transfer")
 
@@ -28,6 +29,7 @@ IDLE_LIMIT_S = 30.0
 PIECE_BYTES = 2**20
 PIECE_BYTES_MIN = 64 * 1024
 SEND_LIMIT_S = 60.0
+KINDS = ("chunks", "holdings", "nixl")
 PAUSE_TURN_S = 0.05
 # One reader opens a few connections, so that one slow stream does not hold it up.
 REQUESTS_PER_READER = 4
@@ -49,6 +51,8 @@ class TransferServer:
         ttft_target_s, tpot_target_s: what the requests served here are promised; 0 for nothing.
 
     Attributes:
+        nixl: another way for the bytes, where there is one. nixl_bytes: what readers were let
+            read that way, which counts among `bytes_served`.
         pace: the rate now and why. seen: how requests fared lately. bytes_served: to peers. refused: answers above 399 by status.
     """
 
@@ -84,7 +88,9 @@ class TransferServer:
         self._readers: dict[asyncio.Task[None], float] = {}  # when each asked for a chunk last
         self._active = 0
         self._gone_s: float | None = None  # draining: until when readers may finish
+        self.nixl: GivingWay | None = None
         self.bytes_served = 0
+        self.nixl_bytes = 0
         self.refused: dict[str, int] = {}
 
     @property
@@ -126,6 +132,7 @@ class TransferServer:
         """Give this arena's verified chunks from now on; it may still be filling."""
         if self._offering is not None:
             self._offering.close()
+        self._close_nixl()  # it leads to the arena before
         self._offering = Offering(arena, incarnation=self._incarnation)
 
     def serve(self) -> None:
@@ -169,6 +176,12 @@ class TransferServer:
         if self._offering is not None:
             self._offering.close()
             self._offering = None
+        self._close_nixl()
+
+    def _close_nixl(self) -> None:
+        way, self.nixl = self.nixl, None
+        if way is not None:
+            way.close()
 
     def counted(self, who: str) -> list[str]:
         """Prometheus lines: what was given and refused, and the pace; `who` are the labels."""
@@ -241,7 +254,7 @@ class TransferServer:
         if parts.path == "/metrics":
             return Answer("200 OK", self._metrics().encode(), "text/plain; version=0.0.4")
         kind, _, rest = parts.path.removeprefix("/v1/").partition("/")
-        if not parts.path.startswith("/v1/") or kind not in {"chunks", "holdings"}:
+        if not parts.path.startswith("/v1/") or kind not in KINDS:
             paths = b"/v1/chunks/{digest}/{path}, /v1/holdings/{digest}, /healthz or /metrics\n"
             return Answer("404 Not Found", paths)
         if self._token and not request.has_token(self._token):
@@ -261,12 +274,20 @@ class TransferServer:
             return refusal
         if kind == "holdings":
             return self._offering.holdings(extra=self._drains())
+        way = self.nixl if self.nixl is not None and self.nixl.alive else None
+        via = kind == "nixl" or VIA.lower() in request.headers
+        if via and way is None:
+            return Answer("404 Not Found", b"there is no NIXL here: read over this connection\n")
+        if kind == "nixl" and way is not None:
+            return self._offering.nixl(way.metadata)
         busy = self._busy(task)
         if busy is not None:
             return busy
         answer = self._offering.chunk(path, request.headers.get("range", ""), extra=self._drains())
         if answer.path:
             self._readers[task] = self._clock.monotonic_s()
+            if via and way is not None:
+                return self._offering.address(answer, way.base)
         return answer
 
     def _drains(self) -> str:
@@ -296,6 +317,8 @@ class TransferServer:
     async def _send(self, writer: asyncio.StreamWriter, answer: Answer, request: Request) -> None:
         head_only = request.method == "HEAD"
         gives = answer.path and not head_only and answer.size
+        if answer.size and not answer.path and not head_only:
+            await self._pay_all(answer.size)
         body = b"" if head_only else answer.body
         writer.write(answer.head(close=request.closes) + body)
         if not gives:
@@ -319,6 +342,18 @@ class TransferServer:
                 raise ConnectionResetError("the arena ended early")
             at, left = at + sent, left - sent
             self.bytes_served += sent
+
+    async def _pay_all(self, size: int) -> None:
+        """Bytes that leave another way are paid for before their address is told."""
+        self._active += 1
+        try:
+            left = size
+            while left:
+                left -= await self._paid(left)
+        finally:
+            self._active -= 1
+        self.bytes_served += size
+        self.nixl_bytes += size
 
     async def _paid(self, left: int) -> int:
         """Wait until the next piece may go; returns its size. Bytes are paid for before they go.
