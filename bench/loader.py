@@ -3,6 +3,7 @@
 Prints at the end
 
     bench-loader warm_ratio= cold_ratio= peer_warm_ratio= peer_cold_ratio= extra_mib= cpu_ratio=
+        mapped_warm_ratio= mapped_cold_ratio=
 
 `warm_ratio`, `cold_ratio`: ours (read, verified, placed) over the best raw, unverified read of the
 same files into the same memory, over numbers of threads, sizes of chunk, and direct or buffered.
@@ -13,8 +14,8 @@ peer, the worse of warm and cold.
 
 Each ratio is the median over rounds of ours over the other's run in the same round, run in random
 order; cold means that every file is taken out of the page cache before each run. `safetensors-touch`
-maps the page cache and copies nothing, so it has a line of its own and is no peer of a loader that
-places bytes. Without `.venv-loader-peers` the peers' ratios say `nan`, and why.
+maps the page cache and copies nothing, so it is no peer of a loader that places bytes and
+has ratios of its own, `mapped_*`. Without `.venv-loader-peers` the peers' ratios say `nan`, and why.
 """
 
 from __future__ import annotations
@@ -219,6 +220,11 @@ def fastest(runs: Iterable[Runs]) -> Runs | None:
     return min(runs, key=lambda r: statistics.median(r.wall_s), default=None)
 
 
+def mapped(found: dict[str, Runs]) -> float:
+    """Ours over the one that maps the page cache and places nothing; nan where it did not run."""
+    return found[OURS].over(found[MAPPING]) if MAPPING in found else math.nan
+
+
 def judge(found: dict[str, Runs], size_bytes: int, title: str) -> tuple[float, float, float]:
     """Print one state of the cache; returns (over the best raw, over the best peer, CPU ratio)."""
     print(f"{title}:")
@@ -231,10 +237,10 @@ def judge(found: dict[str, Runs], size_bytes: int, title: str) -> tuple[float, f
     print(f"{min(ours.wall_s) / min(raw.wall_s):.3f} at their best")
     for name, runs in found.items():
         if name in PLACING or name == MAPPING:
-            mapped = " (copies nothing, places nothing)" if name == MAPPING else ""
+            remark = " (copies nothing, places nothing)" if name == MAPPING else ""
             print(
                 f"  over {name}: {ours.over(runs):.3f}; into fresh memory "
-                f"{found[FRESH].over(runs):.3f}{mapped}"
+                f"{found[FRESH].over(runs):.3f}{remark}"
             )
     peer = fastest(found[name] for name in PLACING if name in found)
     if peer is None:
@@ -272,6 +278,7 @@ def main() -> None:
         f"bench-loader warm_ratio={warm_ratio:.3f} cold_ratio={cold_ratio:.3f}"
         f" peer_warm_ratio={peer_warm:.3f} peer_cold_ratio={peer_cold:.3f}"
         f" extra_mib={extra_mib:.1f} cpu_ratio={max(warm_cpu, cold_cpu):.3f}"
+        f" mapped_warm_ratio={mapped(hot):.3f} mapped_cold_ratio={mapped(cold):.3f}"
     )
 
 
