@@ -1,6 +1,7 @@
 """Weights between real agents, known to the real registry: peers first, hand-over at a drain."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from readyplane.core.worker import Worker
 from readyplane_agent.lifecycle import ExitCode
 from readyplane_lab.up.demo_model import DemoModel, make_demo_model
 from tests.integration.agent_cluster import Cluster, cluster
+
+
+NIXL_PYTHON = os.environ.get("READYPLANE_TEST_NIXL_PYTHON", "")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +109,21 @@ async def test_a_source_that_is_killed_costs_only_what_is_missing(
         assert megabytes(ways["L1"]) + again / 1e6 == pytest.approx(
             sum(map(len, c.store.files.values())) / 1e6, abs=0.2
         )
+
+
+@pytest.mark.skipif(not NIXL_PYTHON, reason="skipped: READYPLANE_TEST_NIXL_PYTHON is not set")
+async def test_two_agents_with_nixl_pass_weights_on_that_way(
+    tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self,sm")
+    words = ("--transport", "nixl", "--nixl-python", NIXL_PYTHON)
+    async with cluster(tmp_path, demo, peers=True) as c:
+        await c.agent("p1", "prefill", *words)
+        await c.ready("p1")
+        await asyncio.sleep(1.5)  # its NIXL process starts beside everything else
+        await c.agent("d1", "decode", *words)
+        (way,) = came_from(await c.ready("d1"))
+        assert way.startswith("L1 peer:p1:") and way.endswith("25.2 MB over NIXL")
 
 
 def megabytes(way: str) -> float:
