@@ -12,7 +12,6 @@ from readyplane_agent.lifecycle import ExitCode
 from readyplane_lab.up.demo_model import DemoModel, make_demo_model
 from tests.integration.agent_cluster import Cluster, cluster
 
-
 NIXL_PYTHON = os.environ.get("READYPLANE_TEST_NIXL_PYTHON", "")
 
 
