@@ -101,6 +101,10 @@ class IdentityMismatch(Refused):
     """Content is not what its identity says, or two identities do not fit; fields are named."""
 
 
+class BytesMissing(Refused):
+    """The bytes of an artifact are not stored, or not any more; uploading them again helps."""
+
+
 class NoPair(ReadyplaneError):
     """No pair of prefill and decode worker can take the request now.
 

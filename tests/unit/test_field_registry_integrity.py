@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from readyplane.core.errors import (
+    BytesMissing,
     IdentityMismatch,
     InvalidField,
     Overloaded,
@@ -429,3 +430,39 @@ async def test_b121_no_way_of_loading_takes_a_truncated_copy(
         (fault,) = load.fetched.faults[:1]
         assert f"{victim.path}: chunk" in fault
     arena.close()
+
+
+@pytest.mark.parametrize("published_before", [True, False])
+@pytest.mark.parametrize("spoilt", ["flipped", "cut off"])
+async def test_b117_rotten_bytes_are_brought_again_by_the_next_publication(
+    world: World, tmp_path: Path, *, published_before: bool, spoilt: str
+) -> None:
+    """Neither refused for good, nor told to be published already over what has rotted."""
+    folder = model_folder(tmp_path / "m")
+    first = await world.publish(folder)
+    victim = next(f for f in first.manifest.files if f.purpose == "weights")
+    name = victim.sha256.removeprefix("sha256:")
+    path = world.blobs.root / "sha256" / name[:2] / name
+    path.chmod(0o644)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if spoilt == "flipped" else data[:100])
+    if not published_before:  # a registry that has never looked at it
+        world.registry = World(tmp_path).registry
+    again = await world.publish(folder)
+    assert again.digest == first.digest and again.uploaded_bytes == victim.size_bytes
+    assert path.read_bytes() == data
+    assert (world.blobs.root / "corrupt" / name).exists() == (spoilt == "flipped")
+    assert (await world.registry.verify(first.digest)).ok
+
+
+async def test_b117_a_publisher_is_told_by_type_that_bytes_have_to_come_again(
+    world: World, tmp_path: Path
+) -> None:
+    first = await world.publish(model_folder(tmp_path / "m"))
+    name = first.manifest.files[-1].sha256.removeprefix("sha256:")
+    path = world.blobs.root / "sha256" / name[:2] / name
+    path.chmod(0o644)
+    path.write_bytes(bytes(path.stat().st_size))
+    for told in ("taken out", "no bytes"):
+        with pytest.raises(BytesMissing, match=told):
+            await world.registry.publish_manifest(first.manifest.document())

@@ -325,7 +325,7 @@ class FileBlobs:
             )
             fault = content_fault(entry, Content(size, sha256, chunks))
             if fault:
-                self._take_out(entry.sha256)
+                self._take_out(entry.sha256, descriptor)
                 return found(fault)
             return found(
                 size_fault(entry, size)
@@ -335,10 +335,14 @@ class FileBlobs:
         finally:
             os.close(descriptor)
 
-    def _take_out(self, sha256: str) -> None:
+    def _take_out(self, sha256: str, descriptor: int) -> None:
+        """Move the file that was read away, unless another one has taken its place meanwhile."""
         name = sha256.removeprefix("sha256:")
         with self._folder("sha256", name[:2]) as shard, self._folder("corrupt") as corrupt:
-            os.rename(name, name, src_dir_fd=shard, dst_dir_fd=corrupt)
+            with contextlib.suppress(FileNotFoundError):
+                held = os.stat(name, dir_fd=shard, follow_symlinks=False)
+                if os.path.samestat(held, os.fstat(descriptor)):
+                    os.rename(name, name, src_dir_fd=shard, dst_dir_fd=corrupt)
             os.fsync(shard)
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
+from readyplane.core.errors import BytesMissing, InvalidField, ReadyplaneError, Unavailable
 from readyplane.core.identity import (
     CHUNK_BYTES_DEFAULT,
     ArtifactKind,
@@ -151,7 +151,8 @@ async def publish_directory(
     Raises:
         InvalidField: a file, header or field is wrong; it is named.
         IdentityMismatch: the folder mixes revisions, or holds other bytes than the hub promised.
-        Refused: the registry would not take it; the reasons are listed.
+        Refused: the registry would not take it; the reasons are listed. When it found stored bytes
+            wrong, they were uploaded again, once.
         Conflict: somebody moved the tag meanwhile.
     """
     before = ""
@@ -166,7 +167,11 @@ async def publish_directory(
     paths = {name: path for name, (path, _size) in checkpoint.files.items()}
     async with _held(registry, manifest):
         uploaded = await _upload(manifest, paths, sink, progress)
-        digest, created = await registry.publish_manifest(manifest.document())
+        try:
+            digest, created = await registry.publish_manifest(manifest.document())
+        except BytesMissing:  # what was stored before had rotted, and was taken out just now
+            uploaded += await _upload(manifest, paths, sink, progress)
+            digest, created = await registry.publish_manifest(manifest.document())
     if checkpoint.origin.fields():
         await registry.record_origin(digest, checkpoint.origin.fields())
     if signer is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from readyplane.core.chunks import ChunkRanges
 from readyplane.core.errors import (
+    BytesMissing,
     Conflict,
     IdentityMismatch,
     InvalidField,
@@ -48,7 +49,6 @@ from readyplane_registry.store import CatalogStore, ManifestRecord, record_of, u
 log = logging.getLogger(__name__)
 LIST_MAX = 1000
 MANIFESTS_CACHED_MAX = 64
-INSPECTED_MAX = 1024
 DOUBT_EVERY_S = 60.0
 REASONS_MAX = 20
 ORIGIN_FIELDS_MAX = 16
@@ -121,7 +121,6 @@ class RegistryService:
             doubt=self._doubt,
         )
         self._cache: OrderedDict[str, tuple[Manifest, float]] = OrderedDict()
-        self._inspected: OrderedDict[str, None] = OrderedDict()
         self._doubted_s: dict[str, float] = {}
         self._verifying: set[asyncio.Task[None]] = set()
 
@@ -134,8 +133,9 @@ class RegistryService:
 
         Raises:
             InvalidField: a field is wrong.
-            Refused: it could never be served, its bytes are not in the store, or they are not
-                what it says of them.
+            Refused: it could never be served.
+            BytesMissing: its bytes are not in the store, or were wrong and were taken out.
+            IdentityMismatch: its bytes are not what it says of them.
         """
         try:
             manifest, data = catalog.read_document(document)
@@ -168,22 +168,30 @@ class RegistryService:
             return await self._store.put_manifest(record)
 
     async def _check_bytes(self, manifest: Manifest) -> None:
-        """Bytes are there and are what the manifest says; read once in the life of this process."""
+        """Bytes are there and are what the manifest says: read each time, for bytes rot (B117).
+
+        A file whose content is not its name's is taken out of the store first, so that whoever
+        publishes can bring it again.
+
+        Raises:
+            BytesMissing: they are not stored, or were wrong and are not stored any more.
+            IdentityMismatch: they are those of their names, but the manifest says other things.
+        """
         what = f"manifest of {manifest.model!r}"
         missing = await self._blobs.missing(manifest.files)
         if missing:
             remedy = "upload them with PUT /v1/blobs/sha256/HEX first, or say bytes_elsewhere"
-            raise Refused(what, _bounded(missing), remedy)
-        if manifest.digest in self._inspected:
+            raise BytesMissing(what, _bounded(missing), remedy)
+        if not _faults(await self._blobs.inspect(manifest, content=False)):
             return
-        checks = await self._blobs.inspect(manifest, content=False)
-        wrong = [f"{check.path}: {check.problem}" for check in checks if check.problem]
+        wrong = _faults(await self._blobs.inspect(manifest, content=True))
+        for fault in wrong:
+            log.error("stored bytes are wrong", extra={"digest": manifest.digest, "why": fault})
+        if await self._blobs.missing(manifest.files):
+            raise BytesMissing(what, _bounded(wrong), "upload them again and publish again")
         if wrong:
             remedy = "build the manifest from the bytes that are stored"
             raise IdentityMismatch(what, _bounded(wrong), remedy)
-        self._inspected[manifest.digest] = None
-        if len(self._inspected) > INSPECTED_MAX:
-            self._inspected.popitem(last=False)
 
     async def get_manifest(self, digest: str) -> Manifest:
         """One manifest. Raises NotFound, InvalidField."""
@@ -477,6 +485,10 @@ class RegistryService:
     async def counts(self) -> tuple[int, int]:
         """(live sources, readers' places taken) now, for the gauges."""
         return await self._live.count()
+
+
+def _faults(checks: Sequence[FileCheck]) -> list[str]:
+    return [f"{check.path}: {check.problem}" for check in checks if check.problem]
 
 
 def _bounded(reasons: tuple[str, ...] | list[str]) -> list[str]:
