@@ -7,7 +7,11 @@ and to registry and agent, which check.
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
+import threading
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,6 +32,10 @@ from readyplane.core.trust import (
 
 KEY_FILE_BYTES_MAX = 16 * 1024
 POLICY_FILE_BYTES_MAX = 4 * 1024 * 1024
+LOOK_S_MAX = 0.25
+FIRST_LOOK_S_MAX = 10.0
+
+log = logging.getLogger(__name__)
 
 
 def verify_ed25519(public_key: bytes, signature: bytes, message: bytes) -> bool:
@@ -119,39 +127,130 @@ def seconds_of_rfc3339(text: str) -> float:
 class TrustFile:
     """A trust policy in a file, read again when the file is another one.
 
+    The file is looked at in a thread that is waited for `LOOK_S_MAX` at most, so that a mount that
+    hangs does not hold up the event loop of who asks. As long as a look hangs, or what stands at
+    the path is no regular file (a FIFO), the policy read last stays in force, and that is logged.
+
     Args:
         path: None: nobody asks for signatures.
 
     Raises:
-        InvalidField: the file cannot be read or is wrong; once read, a file that became wrong
-            raises as well: the policy before it is not used any more, since a key may have been
-            retired by the change.
+        InvalidField: the file cannot be read or is wrong; once read, a file that became wrong or
+            was taken away raises as well: the policy before it is not used any more, since a key
+            may have been retired by the change.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._seen: tuple[int, int, int] | None = None
         self._policy = TrustPolicy()
-        self.policy()
+        self._look: _Look | None = None
+        self._doubt = ""
+        if path is None:
+            return
+        found = _Look(path, None).within(FIRST_LOOK_S_MAX)
+        if isinstance(found, str):
+            raise InvalidField(
+                "trust_file", str(path), f"give a regular file that can be read: {found}"
+            )
+        self._take(found)
 
     def policy(self) -> TrustPolicy:
-        """The policy as the file says now."""
+        """The policy as the file says now, or as it said last where nobody can tell (see above)."""
         if self._path is None:
             return self._policy
+        look, wait_s = self._look, 0.0
+        if look is None:
+            look, wait_s = _Look(self._path, self._seen), LOOK_S_MAX
+        self._look = look  # one at a time: a mount that hangs takes one thread, not one a request
         try:
-            facts = self._path.stat()
+            found = look.within(wait_s)
+        finally:
+            if look.done:
+                self._look = None
+        if isinstance(found, str):
+            self._tell(found)
+        else:
+            self._tell("")
+            self._take(found)
+        return self._policy
+
+    def _take(self, found: _Content | None) -> None:
+        if found is None:
+            return
+        document = parse(found.data, where="trust")
+        self._policy = read_policy(document, parse_time=seconds_of_rfc3339)
+        self._seen = found.seen
+
+    def _tell(self, doubt: str) -> None:
+        """Once for each new doubt, and once when it is over."""
+        if doubt != self._doubt:
+            if doubt:
+                log.error(
+                    "trust file: the policy read last stays in force",
+                    extra={"trust_file": str(self._path), "why": doubt},
+                )
+            else:
+                log.warning("trust file: read again", extra={"trust_file": str(self._path)})
+        self._doubt = doubt
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    seen: tuple[int, int, int]
+    data: bytes
+
+
+class _Look:
+    """One look at the file, in a thread of its own: it dies with the process when it hangs."""
+
+    def __init__(self, path: Path, seen: tuple[int, int, int] | None) -> None:
+        self._path, self._seen = path, seen
+        self._found: _Content | Exception | str | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="trust-file", daemon=True).start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come to an end."""
+        return self._ended.is_set()
+
+    def within(self, seconds: float) -> _Content | str | None:
+        """The new content, None where it is the one that was seen, or in words why nobody knows.
+
+        Raises:
+            InvalidField: it cannot be read, or is too long.
+        """
+        if not self._ended.wait(seconds):
+            return "it does not answer; look after the mount that it lies on"
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found
+
+    def _run(self) -> None:
+        try:
+            self._found = self._read()
+        except OSError as error:
+            self._found = InvalidField(
+                "trust_file", str(self._path), f"give a file that can be read ({error.strerror})"
+            )
+        except Exception as error:  # noqa: BLE001 - raised again where it is waited for
+            self._found = error
+        finally:
+            self._ended.set()
+
+    def _read(self) -> _Content | str | None:
+        # Without O_NONBLOCK the opening of a FIFO waits for somebody who writes to it.
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode):
+                return f"it is no regular file ({stat.filemode(facts.st_mode)})"
             seen = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
             if seen == self._seen:
-                return self._policy
-            if facts.st_size > POLICY_FILE_BYTES_MAX:
-                remedy = f"stay below {POLICY_FILE_BYTES_MAX} bytes"
-                raise InvalidField("trust_file", str(self._path), remedy)
-            data = self._path.read_bytes()
-        except OSError as error:
-            raise InvalidField(
-                "trust_file", str(self._path), f"give a file that can be read ({error.strerror})"
-            ) from error
-        document = parse(data, where="trust")
-        self._policy = read_policy(document, parse_time=seconds_of_rfc3339)
-        self._seen = seen
-        return self._policy
+                return None
+            data = file.read(POLICY_FILE_BYTES_MAX + 1)
+        if len(data) > POLICY_FILE_BYTES_MAX:
+            remedy = f"stay below {POLICY_FILE_BYTES_MAX} bytes"
+            raise InvalidField("trust_file", str(self._path), remedy)
+        return _Content(seen, data)

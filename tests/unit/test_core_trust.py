@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,51 @@ def test_a_file_is_read_again_and_a_file_that_went_wrong_is_not_passed_over(
         with pytest.raises(InvalidField):
             held.policy()
     assert TrustFile(None).policy() == TrustPolicy()
+
+
+def test_a_fifo_or_a_mount_that_hangs_in_its_place_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "trust.json"
+    text = json.dumps(trust_document())
+    file.write_text(text)
+    held = TrustFile(file)
+    good = held.policy()
+    file.unlink()
+    os.mkfifo(file)
+    assert held.policy() is good and held.policy() is good
+    assert [r.levelname for r in caplog.records] == ["ERROR"], "said once"
+    assert "no regular file" in str(vars(caplog.records[0])["why"])
+    with pytest.raises(InvalidField, match="no regular file"):
+        TrustFile(file)
+
+    opened, let_go = os.open, threading.Event()
+
+    def hangs(path: Any, *given: Any, **named: Any) -> int:
+        if Path(path) == file:
+            let_go.wait(20.0)
+        return opened(path, *given, **named)
+
+    monkeypatch.setattr("readyplane.kit.signing.os.open", hangs)
+    monkeypatch.setattr("readyplane.kit.signing.LOOK_S_MAX", 0.05)
+    before = threading.active_count()
+    for _ in range(20):
+        assert held.policy() is good
+    assert threading.active_count() <= before + 1, "one look at a time"
+    file.unlink()
+    file.write_text(json.dumps(trust_document(default={"mode": "off"})))
+    let_go.set()
+    monkeypatch.setattr("readyplane.kit.signing.LOOK_S_MAX", 10.0)
+    for thread in threading.enumerate():
+        if thread.name == "trust-file":
+            thread.join(10.0)
+    held.policy()  # what the hung look saw at last
+    assert held.policy().of("x").mode is TrustMode.OFF
+    file.unlink()
+    with pytest.raises(InvalidField):
+        held.policy()
+    file.write_text(text)
+    assert held.policy() == good, "a failed look is not kept"
 
 
 def test_keys_are_kept_apart_and_never_overwritten(tmp_path: Path) -> None:
