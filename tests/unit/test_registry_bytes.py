@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -363,15 +363,88 @@ def test_a_bad_folder_is_refused_naming_the_file(tmp_path: Path, spoil: object, 
     assert told in str(caught.value)
 
 
-def test_links_are_followed_when_allowed(tmp_path: Path) -> None:
-    """A hub's snapshot folder holds links to its blobs."""
+def test_links_within_the_folder_are_followed_when_allowed(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    (folder / "copy.json").symlink_to("config.json")
+    (folder / "kept").mkdir()
+    (folder / "kept" / "a.json").write_text("{}")
+    (folder / "again").symlink_to("kept")
+    manifest, paths, _ = build_manifest(folder, model="m", follow_links=True)
+    assert {"copy.json", "again/a.json"} <= {file.path for file in manifest.files}
+    assert not any(path.is_symlink() for path in paths.values()), "what is read is no link"
+
+
+def link_out(folder: Path) -> str:
+    (folder / "extra.json").symlink_to(folder.parent / "secret.json")
+    return "extra.json"
+
+
+def link_out_by_folder(folder: Path) -> str:
+    (folder / "sub").symlink_to(folder.parent)
+    return "sub"
+
+
+def link_to_a_sibling_of_like_name(folder: Path) -> str:
+    (folder.parent / (folder.name + "x")).mkdir()
+    (folder.parent / (folder.name + "x") / "f.json").write_text("{}")
+    (folder / "sub.json").symlink_to(folder.parent / (folder.name + "x") / "f.json")
+    return "sub.json"
+
+
+def link_to_foreign_blobs(folder: Path) -> str:
+    (folder.parent / "blobs").mkdir()
+    (folder.parent / "blobs" / "abc").write_text("{}")
+    (folder / "extra.json").symlink_to(folder.parent / "blobs" / "abc")
+    return "extra.json"
+
+
+def link_in_circles(folder: Path) -> str:
+    (folder / "one").mkdir()
+    (folder / "one" / "round").symlink_to("..")
+    return "round"
+
+
+@pytest.mark.parametrize(
+    "lead",
+    [
+        link_out,
+        link_out_by_folder,
+        link_to_a_sibling_of_like_name,
+        link_to_foreign_blobs,
+        link_in_circles,
+    ],
+)
+def test_links_that_lead_out_are_refused_also_when_links_are_allowed(
+    tmp_path: Path, lead: Callable[[Path], str]
+) -> None:
+    folder = model_folder(tmp_path / "m")
+    (tmp_path / "secret.json").write_text("{}")
+    name = lead(folder)
+    for follow_links in (False, True):
+        with pytest.raises(InvalidField) as caught:
+            build_manifest(folder, model="m", follow_links=follow_links)
+        assert name in caught.value.field
+        assert "--follow-links" in caught.value.remedy or "circles" in caught.value.remedy
+
+
+@pytest.mark.parametrize("follow_links", [False, True])
+def test_a_snapshot_of_a_hub_may_link_to_its_own_contents_and_no_others(
+    tmp_path: Path, *, follow_links: bool
+) -> None:
     real = model_folder(tmp_path / "real")
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
+    cache = tmp_path / "models--o--m"
+    snapshot = cache / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
     for path in real.iterdir():
-        (snapshot / path.name).symlink_to(path)
-    manifest, _, _ = build_manifest(snapshot, model="m", follow_links=True)
+        (cache / "blobs" / path.name).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+    manifest, _, _ = build_manifest(snapshot, model="m", follow_links=follow_links)
     assert manifest.digest == build_manifest(real, model="m")[0].digest
+    (cache / "blobs").rename(tmp_path / "elsewhere")
+    (cache / "blobs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InvalidField, match="symbolic link"):
+        build_manifest(snapshot, model="m", follow_links=follow_links)
 
 
 async def test_a_file_that_changes_while_it_is_published_is_refused(

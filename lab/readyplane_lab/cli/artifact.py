@@ -96,7 +96,7 @@ def publish(
     pp: Annotated[int, typer.Option(metavar="N", help="Pipeline-parallel size.")] = 1,
     ep: Annotated[int, typer.Option(metavar="N", help="Expert-parallel size.")] = 1,
     follow_links: Annotated[
-        bool, switch("--follow-links", text="Allow symbolic links in DIR.")
+        bool, switch("--follow-links", text="Follow links that stay within DIR.")
     ] = False,
     json: Json = False,
     registry: RegistryAddress = "",

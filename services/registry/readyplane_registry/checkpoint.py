@@ -66,11 +66,10 @@ class Checkpoint:
 
     Attributes:
         directory: where they lie, a mutable revision resolved.
-        files: relative POSIX path to (file to read, size in bytes).
+        files: relative POSIX path to (file to read, size in bytes); none of these is a link.
         skipped: hidden files and folders that were left out.
         origin: where they came from.
         told_sha256: content that the hub promised when they were downloaded, by path.
-        follow_links: files may be links; else none is opened, also one that came since.
     """
 
     directory: Path
@@ -78,13 +77,16 @@ class Checkpoint:
     skipped: tuple[str, ...]
     origin: Origin = field(default_factory=Origin)
     told_sha256: Mapping[str, str] = field(default_factory=dict)
-    follow_links: bool = False
 
 
 def read_checkpoint(
     directory: Path, *, revision: str = "", follow_links: bool = False
 ) -> Checkpoint:
     """The files of a folder, of a hub's cache (`models--ORG--NAME`) at a revision, or of a snapshot.
+
+    Args:
+        follow_links: follow links that stay within the folder. A snapshot's links to contents of
+            its own cache are followed anyway; what leads elsewhere is never read.
 
     Raises:
         InvalidField: a file or the revision is wrong; it is named.
@@ -97,7 +99,7 @@ def read_checkpoint(
     told: dict[str, str] = {}
     for path in _walk(directory, skipped, follow_links=follow_links):
         relative = path.relative_to(directory).as_posix()
-        real = _real(path, snapshot, follow_links=follow_links)
+        real = _real(path, directory, snapshot, follow_links=follow_links)
         facts = real.stat()
         if not stat.S_ISREG(facts.st_mode):
             raise InvalidField(str(path), stat.filemode(facts.st_mode), "give regular files")
@@ -121,7 +123,7 @@ def read_checkpoint(
     if revision and revision not in {origin.ref, origin.commit}:
         known = f"the folder is of commit {origin.commit}" if origin.commit else "it names none"
         raise InvalidField("--revision", revision, f"leave it out: {known}")
-    return Checkpoint(directory, files, tuple(skipped), origin, told, follow_links)
+    return Checkpoint(directory, files, tuple(skipped), origin, told)
 
 
 def _resolved(directory: Path, revision: str) -> tuple[Path, Origin]:
@@ -151,10 +153,11 @@ def _resolved(directory: Path, revision: str) -> tuple[Path, Origin]:
 
 def _hub_of(directory: Path) -> Path | None:
     """The folder of contents that links of a hub's snapshot point into, if this is one."""
-    if directory.parent.name != "snapshots":
+    real = Path(os.path.realpath(directory))
+    blobs = real.parent.parent / "blobs"
+    if real.parent.name != "snapshots" or blobs.is_symlink() or not blobs.is_dir():
         return None
-    blobs = directory.parent.parent / "blobs"
-    return Path(os.path.realpath(blobs)) if blobs.is_dir() else None
+    return blobs
 
 
 def _walk(directory: Path, skipped: list[str], *, follow_links: bool) -> list[Path]:
@@ -166,8 +169,8 @@ def _walk(directory: Path, skipped: list[str], *, follow_links: bool) -> list[Pa
             path = here / name
             if name.startswith("."):
                 skipped.append(path.relative_to(directory).as_posix() + "/")
-            elif path.is_symlink() and not follow_links:
-                _refuse_link(path)
+            elif path.is_symlink():
+                _check_linked_folder(path, directory, follow_links=follow_links)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in names:
             if name.startswith("."):
@@ -177,25 +180,44 @@ def _walk(directory: Path, skipped: list[str], *, follow_links: bool) -> list[Pa
     return found
 
 
-def _real(path: Path, snapshot: Path | None, *, follow_links: bool) -> Path:
-    """The file to read: a link is followed when allowed, or into the hub's own contents."""
-    if not path.is_symlink():
-        return path
-    real = Path(os.path.realpath(path))
-    if snapshot is not None and real.parent == snapshot:
-        if not real.is_file():
-            raise InvalidField(str(path), "a link to nothing", "download it again")
-        return real
+def _check_linked_folder(path: Path, directory: Path, *, follow_links: bool) -> None:
+    """A folder behind a link is walked when allowed, if it lies within and not around the link."""
     if not follow_links:
         _refuse_link(path)
-    if not real.exists():
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(os.path.realpath(directory)):
+        _refuse_way_out(path, real)
+    way = [p for p in path.parents if p.is_relative_to(directory)]
+    if any(Path(os.path.realpath(p)).is_relative_to(real) for p in way):
+        raise InvalidField(str(path), f"symbolic link to {real}", "it goes in circles: remove it")
+
+
+def _real(path: Path, directory: Path, snapshot: Path | None, *, follow_links: bool) -> Path:
+    """The file to read: links are followed within the folder when allowed, or to a hub's contents."""
+    if not path.is_symlink() and not follow_links:
+        return path
+    real = Path(os.path.realpath(path))
+    is_content = snapshot is not None and real.parent == snapshot
+    if not is_content and not follow_links:
+        _refuse_link(path)
+    if not is_content and not real.is_relative_to(os.path.realpath(directory)):
+        _refuse_way_out(path, real)
+    if not real.exists() or (is_content and not real.is_file()):
         raise InvalidField(str(path), "a link to nothing", "download it again")
-    return path
+    return real
 
 
 def _refuse_link(path: Path) -> None:
-    remedy = "a link may point anywhere: copy the file, or allow links (follow_links)"
+    remedy = "copy the file, or allow links that stay within the folder with --follow-links"
     raise InvalidField(str(path), "symbolic link", remedy)
+
+
+def _refuse_way_out(path: Path, real: Path) -> None:
+    remedy = (
+        "it leads out of the folder: copy what it points at (--follow-links allows links within "
+        "the folder, and of a hub's snapshot to the blobs of its own cache)"
+    )
+    raise InvalidField(str(path), f"symbolic link to {real}", remedy)
 
 
 def _downloads(

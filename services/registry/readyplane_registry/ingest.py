@@ -292,7 +292,7 @@ def manifest_of(
     tensors: list[TensorEntry] = []
     for name, (path, _size) in sorted(checkpoint.files.items()):
         if name.endswith(".safetensors"):
-            with _opened(path, checkpoint) as descriptor:
+            with _opened(path) as descriptor:
                 size = os.fstat(descriptor).st_size
                 tensors.extend(tensors_in(descriptor, size_bytes=size, file=name))
     check_index(checkpoint, tensors)
@@ -310,7 +310,7 @@ def manifest_of(
             if progress is not None:
                 progress(Progress("hash", name, done, total))
 
-        with _opened(path, checkpoint) as descriptor:
+        with _opened(path) as descriptor:
             size, sha256, chunks = hash_file(
                 descriptor, chunk_bytes=facts.chunk_bytes, progress=read
             )
@@ -341,10 +341,9 @@ def manifest_of(
 
 
 @contextlib.contextmanager
-def _opened(path: Path, checkpoint: Checkpoint) -> Iterator[int]:
-    flags = os.O_RDONLY | os.O_CLOEXEC | (0 if checkpoint.follow_links else os.O_NOFOLLOW)
+def _opened(path: Path) -> Iterator[int]:
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise InvalidField(str(path), error.strerror, "give files that can be read") from error
     try:
