@@ -197,3 +197,51 @@ def test_bytes_are_on_the_disk_before_they_have_a_name(
     WeightCache(tmp_path, bytes_max=2**30).store(loaded(art))
     folder = tmp_path.name[-5:]
     assert done == [".part", "rename", folder] * len(art.manifest.files)
+
+
+@pytest.mark.parametrize("odd", ["folder", "full folder", "link", "dangling link", "pipe"])
+@pytest.mark.parametrize("suffix", ["", ".part", ".lock"])
+def test_odd_entries_do_not_end_the_cache(tmp_path: Path, odd: str, suffix: str) -> None:
+    """What is no file of ours is set aside; truncated neighbours are written anew beside it."""
+    art = artifact()
+    cache = WeightCache(tmp_path / "cache", bytes_max=2**30)
+    first, second = art.manifest.files[:2]
+    cache.locate(second).write_bytes(art.files[second.path][:-7])
+    victim = cache.locate(first).with_name(cache.locate(first).name + suffix)
+    other = tmp_path / "other"
+    if odd in {"folder", "full folder"}:
+        victim.mkdir()
+        if odd == "full folder":
+            (victim / "kept").write_text("x")
+    elif odd == "pipe":
+        os.mkfifo(victim)
+    else:
+        victim.symlink_to(other)
+        if odd == "link":
+            other.write_bytes(art.files[first.path])
+    assert not cache.holds(art.manifest)
+    arena = loaded(art)
+    cache.store(arena)
+    arena.close()
+    assert cache.holds(art.manifest) and whole(cache, art)
+    assert not list(cache.folder.glob("*.part"))
+    assert (odd == "link") == other.exists(), "nothing was written through the link"
+    if odd == "full folder":
+        assert [p.read_text() for p in cache.folder.glob("*.odd-0/kept")] == ["x"]
+
+
+def test_a_part_is_removed_when_it_cannot_get_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    art = artifact()
+    cache = WeightCache(tmp_path, bytes_max=2**30)
+
+    def refuse(_self: Path, _to: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    arena = loaded(art)
+    with pytest.raises(OSError, match="Input/output"):
+        cache.store(arena)
+    arena.close()
+    assert not list(tmp_path.glob("*.part"))

@@ -12,9 +12,11 @@ an exclusive one (B120). Both kinds of lock end with their process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +32,8 @@ PART = ".part"
 NAME_CHARS = 64
 WRITER_WAIT_S = 120.0
 WRITER_POLL_S = 0.1
+ODD = ".odd"
+ODD_MAX = 100
 
 
 class WeightCache:
@@ -64,7 +68,7 @@ class WeightCache:
 
     def discard(self, entry: FileEntry) -> None:
         """Take a file out that is not what its name says; readers keep what they have open."""
-        self.locate(entry).unlink(missing_ok=True)
+        _clear(self.locate(entry))
 
     def store(self, arena: Arena) -> int:
         """Publish the verified files of a sealed arena; returns the bytes written.
@@ -103,9 +107,10 @@ class WeightCache:
 
     def _present(self, entry: FileEntry) -> bool:
         try:
-            return self.locate(entry).stat().st_size == entry.size_bytes
+            found = self.locate(entry).lstat()
         except OSError:
             return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == entry.size_bytes
 
     @contextmanager
     def _lock(self, entry: FileEntry) -> Iterator[bool]:
@@ -116,7 +121,14 @@ class WeightCache:
     def _lock_name(self, name: str) -> Iterator[bool]:
         """The right to write a content, among all processes of the node; False when taken."""
         path = self.folder / f"{name}.lock"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(path, how, 0o600)
+        except OSError as error:
+            if error.errno not in {errno.EISDIR, errno.ELOOP}:
+                raise
+            _clear(path)
+            fd = os.open(path, how, 0o600)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +143,7 @@ class WeightCache:
         # Under the lock the part file of a killed writer is ours to remove.
         final = self.locate(entry)
         part = final.with_name(final.name + PART)
-        part.unlink(missing_ok=True)
+        _clear(part)
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
         try:
             with contextlib.suppress(OSError):
@@ -146,7 +158,13 @@ class WeightCache:
             raise
         finally:
             os.close(fd)
-        part.replace(final)
+        try:
+            if final.is_dir() and not final.is_symlink():
+                _clear(final)
+            part.replace(final)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
         self._sync_folder()
         return len(data)
 
@@ -163,14 +181,14 @@ class WeightCache:
         total = 0
         for path in self.folder.iterdir():
             try:
-                stat = path.stat()
+                seen = path.lstat()
             except OSError:
                 continue  # another process has just evicted or published it
             if path.name.endswith(PART):
-                total += self._part_bytes(path, stat)
-            elif len(path.name) == NAME_CHARS:
-                found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-                total += stat.st_size
+                total += self._part_bytes(path, seen)
+            elif len(path.name) == NAME_CHARS and stat.S_ISREG(seen.st_mode):
+                found.append((max(seen.st_atime, seen.st_mtime), seen.st_size, path))
+                total += seen.st_size
         for _, length, path in sorted(found):
             if total + size <= self._bytes_max:
                 break
@@ -178,13 +196,13 @@ class WeightCache:
                 total -= length
         return total + size <= self._bytes_max
 
-    def _part_bytes(self, path: Path, stat: os.stat_result) -> int:
+    def _part_bytes(self, path: Path, seen: os.stat_result) -> int:
         """What a file in the making takes; what a killed writer has left is removed."""
         with self._lock_name(path.name.removesuffix(PART)) as mine:
             if mine:
-                path.unlink(missing_ok=True)
+                _clear(path)
                 return 0
-        return stat.st_size
+        return seen.st_size
 
 
 def _evict(path: Path) -> bool:
@@ -201,3 +219,25 @@ def _evict(path: Path) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _clear(path: Path) -> None:
+    """Nothing lies under this name any more: a file or link is removed, a folder is set aside.
+
+    No agent makes a folder there, so whose it is, is not known: it keeps what is in it. Raises
+    OSError when it can be neither.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        if not path.is_dir():
+            raise
+    else:
+        return
+    for number in range(ODD_MAX):
+        aside = path.with_name(f"{path.name}{ODD}-{number}")
+        with contextlib.suppress(OSError):
+            path.rename(aside)
+            log.warning("weight cache: %s is a folder, set aside as %s", path.name, aside.name)
+            return
+    raise OSError(errno.EEXIST, f"a folder lies where a file belongs, remove it: {path}")
