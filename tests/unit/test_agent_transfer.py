@@ -10,6 +10,7 @@ import pytest
 
 from readyplane.core.errors import InvalidField
 from readyplane.kit.clock import SystemClock
+from readyplane_agent import transfer
 from readyplane_agent.arena import Arena
 from readyplane_agent.engines.exchange import exchange
 from readyplane_agent.loader import Loader
@@ -275,3 +276,74 @@ async def test_an_endless_head_is_cut() -> None:
         writer.write(b"GET / HTTP/1.1\r\nX: " + b"a" * 60_000)
         assert (await reader.read(-1)).startswith(b"HTTP/1.1 431")
         writer.close()
+
+
+@pytest.mark.parametrize("asked", ["//[", "http://[", "http://[::1", "//]"])
+async def test_a_target_that_is_no_url_is_a_bad_request(
+    asked: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    art = artifact()
+    async with giving(art) as server:
+        head, _ = await raw(server, asked)
+        assert head.split(" ")[1] in {"400", "404"}
+        assert asked == "//]" or head.startswith("HTTP/1.1 400 ")
+        assert (await raw(server, "/healthz"))[0].startswith("HTTP/1.1 200")
+    assert not [r for r in caplog.records if r.exc_info]
+
+
+async def test_idle_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there are places for, none with a right: peers and health are answered."""
+    monkeypatch.setattr(transfer, "REQUEST_LIMIT_S", 30.0)
+    art = artifact()
+    right = "Authorization: Bearer secret"
+    async with giving(art, token="secret", readers_max=1) as server:
+        host, port = server.url[7:].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        ask = f"GET {target(art, 'config.json')} HTTP/1.1\r\n{right}\r\n\r\n".encode()
+        writer.write(ask)
+        assert b"200 OK" in await reader.readuntil(b"{}")
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(70)]
+        for _, out in idle[::2]:
+            out.write(b"GET /healthz HTT")  # half a request is none
+        async with asyncio.timeout(5.0):
+            assert (await raw(server, "/healthz"))[0].startswith("HTTP/1.1 200")
+            assert (await raw(server, target(art, "config.json"), right))[1] == b"{}"
+            writer.write(ask)
+            assert b"200 OK" in await reader.readuntil(b"{}"), "who may read is not the one to go"
+            assert await idle[0][0].read(-1) == b"", "the one that idled longest went"
+        for _, out in [*idle, (None, writer)]:
+            out.close()
+
+
+async def test_a_connection_without_a_right_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "REQUEST_LIMIT_S", 0.1)
+    art = artifact()
+    async with giving(art, token="secret") as server:
+        host, port = server.url[7:].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(3.0):
+            assert await reader.read(-1) == b""
+        writer.close()
+
+
+async def test_a_reader_finishes_over_a_new_connection_when_its_source_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its name: who has read here may go on, who has a place may begin, others may not."""
+    art = artifact()
+    named = "X-Readyplane-Reader: w2-abc"
+    async with giving(art) as server:
+        await raw(server, target(art, "config.json"), named)
+        server.drain()
+        early, _ = await raw(server, target(art, "config.json"), "X-Readyplane-Reader: w3-abc")
+        assert early.split(" ")[1] == "200", "its place was granted before the drain"
+        monkeypatch.setattr(transfer, "PLACE_USED_S", -1.0)
+        for who, status in (
+            (named, "200"),
+            ("X-Readyplane-Reader: w4-abc", "503"),
+            ("X: y", "503"),
+        ):
+            head, _ = await raw(server, target(art, "config.json"), who)
+            assert head.split(" ")[1] == status

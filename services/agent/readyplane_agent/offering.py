@@ -20,6 +20,8 @@ from readyplane_agent.http_head import Answer, span
 INCARNATION = "X-Readyplane-Incarnation"
 LAYOUT = "X-Readyplane-Layout"
 DRAINING = "X-Readyplane-Draining"
+# Who reads, by its incarnation: a source that drains lets its readers finish.
+READER = "X-Readyplane-Reader"
 PAUSED = "X-Readyplane-Paused"
 # The bytes go over NIXL: who asks for a chunk so is told its address instead.
 VIA = "X-Readyplane-Via"

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit
 from readyplane.core.errors import Unsupported
 from readyplane.core.identity import FileEntry
 from readyplane.kit.clock import Clock
-from readyplane_agent.offering import DRAINING, PAUSED, echoed
+from readyplane_agent.offering import DRAINING, PAUSED, READER, echoed
 
 HEAD_BYTES_MAX = 64 * 1024
 REFUSAL_BYTES_MAX = 4096
@@ -72,7 +72,8 @@ class HttpReader:
         url: `{url}/{path}` serves ranges of every file. clock: for the chunk's time limit.
         incarnation: sent along, so that a source that is another process by now refuses (B144);
             a peer must echo it. layout: likewise, the digest of the layout in memory (B108).
-        token: bearer token, empty for none. chunk_limit_s: longest time for one range.
+        token: bearer token, empty for none. reader: our own incarnation, which a peer is told.
+        chunk_limit_s: longest time for one range.
 
     Attributes:
         draining: the source has said that it leaves: read on elsewhere where somebody else has it.
@@ -86,6 +87,7 @@ class HttpReader:
         incarnation: str = "",
         layout: str = "",
         token: str = "",
+        reader: str = "",
         chunk_limit_s: float = CHUNK_LIMIT_S,
     ) -> None:
         parts = urlsplit(url)
@@ -99,7 +101,10 @@ class HttpReader:
         # Storage is told neither and echoes neither: its bytes are those of the digest.
         self._incarnation, self._layout = incarnation, layout if incarnation else ""
         auth = f"Authorization: Bearer {token}\r\n" if token else ""
-        self._lines = f"Host: {self._host}:{self._port}\r\n{auth}Accept-Encoding: identity\r\n\r\n"
+        named = f"{READER}: {reader}\r\n" if reader and incarnation else ""
+        self._lines = (
+            f"Host: {self._host}:{self._port}\r\n{auth}{named}Accept-Encoding: identity\r\n\r\n"
+        )
         self._clock, self._limit_s = clock, chunk_limit_s
         self._socket: socket.socket | None = None
         self._closed = threading.Event()

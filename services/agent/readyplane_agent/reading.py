@@ -280,6 +280,7 @@ class Reading:
             "incarnation": source.incarnation,
             "layout": self._layout,
             "token": self._token,
+            "reader": self._reader.incarnation,
         }
         if way is not None:
             return NixlReader(source.url, way=way, **more)

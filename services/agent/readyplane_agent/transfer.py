@@ -18,14 +18,17 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from readyplane.kit.clock import Clock
 from readyplane_agent import pacing
 from readyplane_agent.arena import Arena
+from readyplane_agent.door import Doorway
 from readyplane_agent.http_head import Answer, Request, parse
 from readyplane_agent.nixl_way import GivingWay
-from readyplane_agent.offering import DRAINING, PAUSED, VIA, Offering
+from readyplane_agent.offering import DRAINING, PAUSED, READER, VIA, Offering
 
 log = logging.getLogger("agent.transfer")
 
 HEAD_BYTES_MAX = 16 * 1024
 IDLE_LIMIT_S = 30.0
+# So long a connection that has shown no right to weights may take for a request, its first or next.
+REQUEST_LIMIT_S = 5.0
 PIECE_BYTES = 2**20
 PIECE_BYTES_MIN = 64 * 1024
 SEND_LIMIT_S = 60.0
@@ -37,6 +40,11 @@ REQUESTS_PER_READER = 4
 SPARE_CONNECTIONS = 40
 # A connection that asked for a chunk this lately belongs to somebody who will ask again.
 READS_ON_S = 3.0
+# Readers that are remembered by name: what they began here they may finish over new connections.
+READERS_KNOWN_MAX = 256
+READER_CHARS_MAX = 128
+# A place that was granted just before a drain is used within so long.
+PLACE_USED_S = 2.0
 HAND_OVER_LIMIT_S = 30.0
 
 
@@ -84,10 +92,12 @@ class TransferServer:
         self.seen = pacing.Foreground()
         self._offering: Offering | None = None
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._doorway = Doorway(self._requests_max + SPARE_CONNECTIONS)
         self._readers: dict[asyncio.Task[None], float] = {}  # when each asked for a chunk last
+        self._known: dict[str, None] = {}  # readers by name, the one that read last at the end
         self._active = 0
         self._gone_s: float | None = None  # draining: until when readers may finish
+        self._drain_s = 0.0  # and since when
         self.nixl: GivingWay | None = None
         self.bytes_served = 0
         self.nixl_bytes = 0
@@ -156,10 +166,13 @@ class TransferServer:
     def drain(self, *, limit_s: float = HAND_OVER_LIMIT_S) -> None:
         """Refuse new readers; those that read may finish within `limit_s` (R22.3).
 
+        They may do so over further connections as well: a reader says its name with each request.
+
         They are told with every chunk, so that they go on elsewhere where somebody else has it.
         """
         if self._gone_s is None:
-            self._gone_s = self._clock.monotonic_s() + limit_s
+            self._drain_s = self._clock.monotonic_s()
+            self._gone_s = self._drain_s + limit_s
 
     async def stop(self, *, grace_s: float = 0.0) -> None:
         """Let readers end within `grace_s`, then close everything."""
@@ -169,10 +182,7 @@ class TransferServer:
             await self._clock.sleep(0.05)
         if self._server is not None:
             self._server.close()
-        for task in list(self._connections):
-            task.cancel()
-        if self._connections:
-            await asyncio.wait(list(self._connections), timeout=2.0)
+        await self._doorway.close()
         if self._offering is not None:
             self._offering.close()
             self._offering = None
@@ -204,10 +214,9 @@ class TransferServer:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._connections) >= self._requests_max + SPARE_CONNECTIONS:
+        if not self._doorway.enter(task, now_s=self._clock.monotonic_s()):
             writer.close()
             return
-        self._connections.add(task)
         try:
             await self._serve(task, reader, writer)
         except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
@@ -215,7 +224,7 @@ class TransferServer:
         except asyncio.CancelledError:
             pass  # stop() ends connections; the server's own task must not see it as a crash
         finally:
-            self._connections.discard(task)
+            self._doorway.leave(task)
             self._readers.pop(task, None)
             writer.close()
 
@@ -223,14 +232,17 @@ class TransferServer:
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while True:
+            self._doorway.waits(task, now_s=self._clock.monotonic_s())
+            limit_s = IDLE_LIMIT_S if self._doorway.trusts(task) else REQUEST_LIMIT_S
             try:
-                async with asyncio.timeout(IDLE_LIMIT_S):
+                async with asyncio.timeout(limit_s):
                     head = await reader.readuntil(b"\r\n\r\n")
             except asyncio.LimitOverrunError:
                 answer = Answer("431 Request Header Fields Too Large")
                 writer.write(answer.head(close=True))
                 await writer.drain()
                 return
+            self._doorway.asked(task)
             request = parse(head)
             answer = self._answer(request, task)
             if answer.status[0] in "45":
@@ -244,9 +256,12 @@ class TransferServer:
     # ------------------------------------------------------------------- verdicts
 
     def _answer(self, request: Request, task: asyncio.Task[None]) -> Answer:
-        parts = urlsplit(request.target)
         if request.method not in {"GET", "HEAD"}:
             return Answer("405 Method Not Allowed", b"use GET\n")
+        try:
+            parts = urlsplit(request.target)
+        except ValueError:
+            return Answer("400 Bad Request", b"the target is no URL: ask for /path?query\n")
         if parts.path == "/healthz":
             well, why = self._health()
             status = "200 OK" if well else "503 Service Unavailable"
@@ -259,6 +274,7 @@ class TransferServer:
             return Answer("404 Not Found", paths)
         if self._token and not request.has_token(self._token):
             return Answer("401 Unauthorized", b"send the token as authorization: Bearer TOKEN\n")
+        self._doorway.trust(task)
         return self._weights(kind, rest, parts.query, request, task)
 
     def _weights(
@@ -280,12 +296,14 @@ class TransferServer:
             return Answer("404 Not Found", b"there is no NIXL here: read over this connection\n")
         if kind == "nixl" and way is not None:
             return self._offering.nixl(way.metadata)
-        busy = self._busy(task)
+        who = request.headers.get(READER.lower(), "")[:READER_CHARS_MAX]
+        busy = self._busy(task, who)
         if busy is not None:
             return busy
         answer = self._offering.chunk(path, request.headers.get("range", ""), extra=self._drains())
         if answer.path:
             self._readers[task] = self._clock.monotonic_s()
+            self._remember(who)
             if via and way is not None:
                 return self._offering.address(answer, way.base)
         return answer
@@ -295,11 +313,27 @@ class TransferServer:
             return ""
         return f"{DRAINING}: {max(0.0, self._gone_s - self._clock.monotonic_s()):.0f}\r\n"
 
-    def _busy(self, task: asyncio.Task[None]) -> Answer | None:
-        """Why no chunk may go out now, None when one may."""
+    def _remember(self, who: str) -> None:
+        if not who:
+            return
+        self._known.pop(who, None)
+        self._known[who] = None
+        if len(self._known) > READERS_KNOWN_MAX:
+            del self._known[next(iter(self._known))]
+
+    def _may_finish(self, who: str, now_s: float) -> bool:
+        """Whether a drain lets this reader go on over a connection that has not read yet.
+
+        It has read here, or comes so soon that its place was granted before: none is afterwards.
+        """
+        return bool(who) and (who in self._known or now_s <= self._drain_s + PLACE_USED_S)
+
+    def _busy(self, task: asyncio.Task[None], who: str) -> Answer | None:
+        """Why no chunk may go out now, None when one may; `who` is the reader's name for itself."""
         now_s, away = self._clock.monotonic_s(), "503 Service Unavailable"
         reads = task in self._readers
-        if self._gone_s is not None and (not reads or now_s > self._gone_s):
+        goes_on = reads or self._may_finish(who, now_s)
+        if self._gone_s is not None and (not goes_on or now_s > self._gone_s):
             return Answer(away, b"draining: read from another source\n", extra=self._drains())
         if self._active >= self._requests_max:
             return Answer(away, b"all readers' places are taken\n", retry_after_s=1)
@@ -322,7 +356,8 @@ class TransferServer:
         body = b"" if head_only else answer.body
         writer.write(answer.head(close=request.closes) + body)
         if not gives:
-            await writer.drain()
+            async with asyncio.timeout(SEND_LIMIT_S):
+                await writer.drain()
             return
         self._active += 1
         try:
