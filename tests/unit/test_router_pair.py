@@ -507,3 +507,21 @@ def test_the_explanation_says_who_is_out_and_why() -> None:
     assert out["decode:gone"] == "draining"
     assert "dtype: fp8_e4m3 != fp16" in out["p+odd"]
     assert out["decode:slow"].startswith("TPOT would pass")
+
+
+# ------------------------------------------------------------------- a lent worker is not waited for
+
+
+def test_nobody_waits_for_a_decode_worker_beside_a_free_prefill_worker() -> None:
+    """What the others lose by a prompt is nothing on one that is lent; a free one costs them none.
+
+    With a long queue behind it, waiting for the decode worker looked cheaper for every request, and
+    the queue crept beside idle prefill workers until each of them had waited its bound.
+    """
+    free = seat("p", Role.PREFILL)
+    lent = seat("d", Role.BOTH, lent=True, sequences=20)
+    lent.decoding = 20
+    promise(lent, 0.6)
+    for behind in (0.0, 4.0, 400.0):
+        made = decide(ask(behind=behind), [free, lent], [lent], POLICY, now_s=0.0)
+        assert chosen(made) == ("p", "d")

@@ -112,8 +112,15 @@ def _hold(
     ends: Sequence[DecodeEnd],
     policy: PairPolicy,
 ) -> Wait | None:
-    """Wait for a busy prefill worker, if it is worth it and patience lasts."""
-    if ask.held_s >= policy.locality_patience_s or ask.regime_s >= policy.wait_max_s:
+    """Wait for a busy prefill worker, if it is worth it and patience lasts.
+
+    Not for one that is lent and holds nothing of the prompt. It is cheap because those who wait for
+    the prefill workers lose nothing by it; while one of these is free, nobody does, and a queue that
+    waits for a decode worker beside idle prefill workers is late for ever.
+    """
+    held = ask.cached_tokens
+    busy = [end for end in busy if not end[2].lent or held.get(end[2].key)]
+    if not busy or ask.held_s >= policy.locality_patience_s or ask.regime_s >= policy.wait_max_s:
         return None
     below = best[0] - policy.locality_margin_s
     if min(map(_COST, busy)) + min(map(_COST, ends)) > below + TIE_S:
