@@ -287,6 +287,9 @@ def test_a_fault_of_ours_has_no_traceback_unless_asked_for(
     said = cli("workers", *CLUSTER)
     assert said.code == 1 and said.err.count("\n") == 1 and "--debug" in said.err
     assert "Traceback" in cli("--debug", "workers", *CLUSTER).err
+    assert "Traceback" in cli("workers", *CLUSTER, "--debug").err, (
+        "where who repeats a line puts it"
+    )
     monkeypatch.setenv("READYPLANE_DEBUG", "1")
     assert "Traceback" in cli("workers", *CLUSTER).err
 

@@ -13,12 +13,12 @@ from typing import Any
 import typer.main
 
 from readyplane_lab.cli.app import app
-from readyplane_lab.cli.faults import ExitCode, failure, tell, wants_debug
+from readyplane_lab.cli.faults import ExitCode, failure, tell, without_debug
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of `argv` (by default that of the process); never raises, returns the code."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    given, debug = without_debug(list(sys.argv[1:] if argv is None else argv))
     try:
         code = _command()(args=given, prog_name="readyplane", standalone_mode=False)
     except typer.TyperException as error:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = ExitCode.INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the last stop: nobody should see a traceback
-        return failure(error, debug=wants_debug(given))
+        return failure(error, debug=debug)
     if code == ExitCode.INTERRUPTED:
         print(file=sys.stderr)
     return int(code or 0)

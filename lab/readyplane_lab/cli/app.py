@@ -69,9 +69,12 @@ def start(
             "--version", callback=_version, is_eager=True, metavar="", help="Print the version."
         ),
     ] = False,
-    debug: Annotated[  # noqa: ARG001 - read by `faults.wants_debug`
+    debug: Annotated[  # noqa: ARG001 - read by `faults.without_debug`
         bool,
-        switch("--debug", text="Show a traceback when something fails (READYPLANE_DEBUG)."),
+        switch(
+            "--debug",
+            text="Show a traceback when something fails; may stand anywhere (READYPLANE_DEBUG).",
+        ),
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:

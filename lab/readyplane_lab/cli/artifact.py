@@ -212,19 +212,19 @@ def _tell_published(published: Published, *, as_json: bool) -> None:
         output.emit(document)
         return
     what = "published" if published.created else "already published"
-    print(f"{what} {published.digest}")
-    print(
+    output.say(f"{what} {published.digest}")
+    output.say(
         f"{manifest.model}: {len(manifest.files)} files, {len(manifest.tensors)} tensors, "
         f"{output.size(manifest.size_bytes)} ({output.size(published.uploaded_bytes)} sent)"
     )
     if published.origin.fields():
-        print(f"from {_pairs(published.origin.fields())}")
+        output.say(f"from {_pairs(published.origin.fields())}")
     if published.signed_by:
-        print(f"signed by {published.signed_by}")
+        output.say(f"signed by {published.signed_by}")
     if published.tag is not None:
-        print(f"tag {published.tag.name} (version {published.tag.version}) points at it")
+        output.say(f"tag {published.tag.name} (version {published.tag.version}) points at it")
     if published.skipped:
-        print(f"left out (hidden): {', '.join(published.skipped)}")
+        output.say(f"left out (hidden): {', '.join(published.skipped)}")
 
 
 @app.command("list", epilog=LIST_EXAMPLES)
@@ -258,13 +258,13 @@ def list_(
     for summary in found:
         made.add_row(
             output.short(summary.digest),
-            summary.kind,
-            summary.model,
+            output.cell(summary.kind),
+            output.cell(summary.model),
             output.size(summary.size_bytes),
             str(summary.file_count),
             str(summary.tensor_count),
             output.moment(summary.created_s),
-            ", ".join(summary.tags) or output.NOT_KNOWN,
+            output.cell(", ".join(summary.tags)) or output.NOT_KNOWN,
         )
     none = f"none of kind {kind!r}" if kind else "none yet"
     made.caption = None if found else f"{none}; `readyplane artifact publish DIR --model M`"
@@ -283,9 +283,14 @@ async def _list(where: Where, model: str, kind: str) -> list[ManifestSummary]:
 
 
 @app.command("show", epilog=SHOW_EXAMPLES)
-def show(reference: Reference, json: Json = False, registry: RegistryAddress = "") -> None:
+def show(
+    reference: Reference,
+    json: Json = False,
+    registry: RegistryAddress = "",
+    registry_http: RegistryHttp = "",
+) -> None:
     """Show one artifact: identity, facts and files (--json: the whole manifest)."""
-    where = find("registry", registry=registry)
+    where = find("registry", registry=registry, registry_http=registry_http)
     manifest, trail = run(_shown(where, reference))
     if json:
         output.emit(
@@ -318,11 +323,14 @@ def show(reference: Reference, json: Json = False, registry: RegistryAddress = "
         **({"state": "retired: nobody resolves to it"} if trail.retired else {}),
     }
     for name, value in facts.items():
-        screen.print(f"{name:<15}{value}", markup=False)
+        screen.print(f"{name:<15}{output.cell(str(value))}")
     made = output.table("file", "purpose", "size", "sha256", right=("size",), fixed=("sha256",))
     for entry in manifest.files:
         made.add_row(
-            entry.path, entry.purpose, output.size(entry.size_bytes), output.short(entry.sha256)
+            output.cell(entry.path),
+            output.cell(entry.purpose),
+            output.size(entry.size_bytes),
+            output.short(entry.sha256),
         )
     screen.print(made)
 
@@ -398,7 +406,9 @@ def tag(
     )
     for each in found:
         digest = output.short(each.digest)
-        made.add_row(each.name, str(each.version), digest, output.moment(each.created_s))
+        made.add_row(
+            output.cell(each.name), str(each.version), digest, output.moment(each.created_s)
+        )
     output.console().print(made)
 
 
@@ -423,8 +433,6 @@ def verify(
     registry_http: RegistryHttp = "",
 ) -> None:
     """Read every stored byte of an artifact again and compare it with the manifest."""
-    from rich.markup import escape
-
     where = find("registry", "registry_http", registry=registry, registry_http=registry_http)
     with output.console(stderr=True).status("reading every byte"):
         found = run(_verify(where, reference))
@@ -434,8 +442,8 @@ def verify(
         made = output.table("file", "size", "state", right=("size",))
         for file in found["files"]:
             wrong = file["problem"]
-            state = f"[red]{escape(wrong)}[/red]" if wrong else "[green]ok[/green]"
-            made.add_row(file["path"], output.size(file["size_bytes"]), state)
+            state = f"[red]{output.cell(wrong)}[/red]" if wrong else "[green]ok[/green]"
+            made.add_row(output.cell(file["path"]), output.size(file["size_bytes"]), state)
         output.console().print(made)
     if not found["ok"]:
         raise Refused(

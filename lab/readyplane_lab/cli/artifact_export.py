@@ -59,8 +59,10 @@ def export(
             }
         )
         return
-    print(f"{manifest.model} {output.short(manifest.digest)} is {layout.digest} in {oci}")
-    print(f"{len(manifest.files)} files, {output.size(fetched)} read; push it with any OCI tool")
+    output.say(f"{manifest.model} {output.short(manifest.digest)} is {layout.digest} in {oci}")
+    output.say(
+        f"{len(manifest.files)} files, {output.size(fetched)} read; push it with any OCI tool"
+    )
 
 
 async def _export(where: Where, reference: str, folder: Path) -> tuple[Manifest, Layout, int]:

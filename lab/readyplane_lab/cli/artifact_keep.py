@@ -53,9 +53,9 @@ def key_new(
     if json:
         output.emit({"key_id": made.key_id, "public_key": public, "file": str(file)})
         return
-    print(f"key {made.key_id}")
-    print(f"{file} signs: keep it; {file}.pub is for others")
-    print(f'for a trust policy: "keys": {{"{file.stem}": {{"public_key": "{public}"}}}}')
+    output.say(f"key {made.key_id}")
+    output.say(f"{file} signs: keep it; {file}.pub is for others")
+    output.say(f'for a trust policy: "keys": {{"{file.stem}": {{"public_key": "{public}"}}}}')
 
 
 def sign(
@@ -73,8 +73,8 @@ def sign(
     if json:
         output.emit({"digest": digest, "key_id": signer.key_id, "created": created})
         return
-    print(f"{'signed' if created else 'already signed'} {digest}")
-    print(f"by {signer.key_id}")
+    output.say(f"{'signed' if created else 'already signed'} {digest}")
+    output.say(f"by {signer.key_id}")
 
 
 async def _sign(where: Where, reference: str, signer: Any) -> tuple[str, bool]:
@@ -102,7 +102,7 @@ def retire(
     if json:
         output.emit(found)
         return
-    print(f"{'retired' if found['retired'] else 'already retired'} {found['digest']}")
+    output.say(f"{'retired' if found['retired'] else 'already retired'} {found['digest']}")
 
 
 async def _retire(where: Where, reference: str, reason: str) -> dict[str, Any]:
@@ -145,16 +145,16 @@ def gc(
 def _tell_collected(found: dict[str, Any]) -> None:
     would = "would be " if found["dry_run"] else ""
     for digest in found["retired"]:
-        print(f"{would}retired {digest}")
+        output.say(f"{would}retired {digest}")
     freed = output.size(found["freed_bytes"])
-    print(
+    output.say(
         f"{len(found['retired'])} artifacts {would}retired, {len(found['evicted'])} blobs "
         f"({freed}) {would}taken away, {len(found['kept'])} artifacts stay"
     )
     if found["rescued"]:
-        print(f"{len(found['rescued'])} blobs stay: somebody came to need them")
+        output.say(f"{len(found['rescued'])} blobs stay: somebody came to need them")
     made = output.table("artifact", "stays because", fixed=("artifact",))
     for kept in found["kept"][:KEPT_SHOWN_MAX]:
-        made.add_row(output.short(kept["digest"]), kept["why"])
+        made.add_row(output.short(kept["digest"]), output.cell(kept["why"]))
     if found["kept"]:
         output.console().print(made)

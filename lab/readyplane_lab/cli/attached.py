@@ -158,7 +158,9 @@ class Follower:
         code = ended.result()
         if self._stops:
             left = code == AGENT_LEFT
-            print(f"{self._worker_id} {'has left' if left else 'was cut off'}; the engine goes on")
+            output.say(
+                f"{self._worker_id} {'has left' if left else 'was cut off'}; the engine goes on"
+            )
             return ExitCode.DONE if left and self._admitted else ExitCode.INTERRUPTED
         return self._ended_by_itself(code, log)
 
@@ -201,7 +203,7 @@ class Follower:
         tail = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
         seen = self._seen
         if seen is not None and str(seen.state) == "draining" and code == AGENT_LEFT:
-            print(f"{self._worker_id} was drained ({seen.drain_reason}) and has left")
+            output.say(f"{self._worker_id} was drained ({seen.drain_reason}) and has left")
             return 0
         if seen is not None and any(not c.passed for c in seen.checks):
             self._screen.print(checks_table(seen))

@@ -128,9 +128,9 @@ async def _change(
         told = serves if wait else None
         output.emit({"worker": worker_row(now), "done": told, "waited_s": took_s})
     elif serves and wait:
-        print(f"{worker_id} serves as told after {took_s:.2f} s")
+        output.say(f"{worker_id} serves as told after {took_s:.2f} s")
     elif not wait:
-        print(f"{worker_id} is told to {what}")
+        output.say(f"{worker_id} is told to {what}")
     if wait and not serves:
         raise Refused(
             f"change of {worker_id}",

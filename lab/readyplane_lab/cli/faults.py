@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unauthenticated, Unavailable
+from readyplane_lab.cli.legible import legible, say
 
 DEBUG = "READYPLANE_DEBUG"
 
@@ -36,13 +37,13 @@ def exit_code(error: Exception) -> ExitCode:
 
 def tell(text: str) -> None:
     """`error …` as one line on stderr, whatever lines the text had."""
-    line = " ".join(str(text).split())
+    line = legible(" ".join(str(text).split()))
     print(f"{_word('error')} {line}", file=sys.stderr)
 
 
 def note(text: str) -> None:
     """A remark on stderr that is no failure, so that stdout holds the answer alone."""
-    print(f"note: {' '.join(text.split())}", file=sys.stderr)
+    say(f"note: {' '.join(text.split())}", stderr=True)
 
 
 def failure(error: Exception, *, debug: bool) -> ExitCode:
@@ -50,7 +51,7 @@ def failure(error: Exception, *, debug: bool) -> ExitCode:
     if debug:
         import traceback
 
-        traceback.print_exception(error, file=sys.stderr)
+        say("".join(traceback.format_exception(error)), end="", stderr=True, lines=True)
     if isinstance(error, Unauthenticated):
         tell("not authenticated; set READYPLANE_TOKEN to the token of that system")
     elif isinstance(error, ReadyplaneError):
@@ -66,14 +67,15 @@ def failure(error: Exception, *, debug: bool) -> ExitCode:
     return exit_code(error)
 
 
-def wants_debug(argv: Sequence[str]) -> bool:
-    """Whether `--debug` stands before the command, or the variable is set."""
-    for argument in argv:
-        if not argument.startswith("-"):
-            break
-        if argument == "--debug":
-            return True
-    return os.environ.get(DEBUG, "") not in {"", "0"}
+def without_debug(argv: Sequence[str]) -> tuple[list[str], bool]:
+    """(Arguments without `--debug`, wherever it stood; whether it was there or the variable is set).
+
+    Who repeats a line with it puts it at the end. What follows `--` is left alone.
+    """
+    end = argv.index("--") if "--" in argv else len(argv)
+    kept = [argument for argument in argv[:end] if argument != "--debug"]
+    asked = len(kept) < end or os.environ.get(DEBUG, "") not in {"", "0"}
+    return [*kept, *argv[end:]], asked
 
 
 def _word(text: str) -> str:

@@ -1,6 +1,7 @@
 """What commands print: JSON for programs, tables for people, each number in one way.
 
 Owns stdout. With `--json` nothing but one document is written there; remarks go to stderr.
+What others have written (names, reasons) cannot steer the terminal: see `legible`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,29 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from readyplane_lab.cli.legible import legible, legible_json, say
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+__all__ = [
+    "NOT_KNOWN",
+    "cell",
+    "console",
+    "emit",
+    "moment",
+    "number",
+    "say",
+    "seconds",
+    "share",
+    "short",
+    "size",
+    "table",
+]
 
 PIPE_WIDTH = 120
 NOT_KNOWN = "–"
@@ -25,7 +44,7 @@ def emit(document: object, *, line: bool = False) -> None:
     text = json.dumps(
         _finite(document), indent=None if line else 2, ensure_ascii=False, allow_nan=False
     )
-    print(text, flush=line)
+    print(legible_json(text), flush=line)
 
 
 def _finite(value: object) -> object:
@@ -41,12 +60,19 @@ def _finite(value: object) -> object:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that does not colour words by itself; wide enough for a table when piped."""
+    """A console that does not colour words by itself; wide enough for a table when piped.
+
+    Whatever text it is given, also in cells of tables, is printed without what steers a terminal.
+    """
     from rich.console import Console
+
+    class Legible(Console):
+        def render_str(self, text: str, **how: Any) -> Text:
+            return super().render_str(legible(text, keep="\n\t"), **how)
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
-    return Console(stderr=stderr, highlight=False, width=width)
+    return Legible(stderr=stderr, highlight=False, emoji=False, width=width)
 
 
 def table(
@@ -76,6 +102,13 @@ def table(
             no_wrap=name in numbers or name in set(fixed),
         )
     return made
+
+
+def cell(text: str) -> str:
+    """What somebody else has named, as one line for a cell or a line: nothing in it is markup."""
+    from rich.markup import escape
+
+    return escape(legible(text))
 
 
 def seconds(value: float | None, digits: int = 2) -> str:

@@ -42,10 +42,10 @@ def show(
         return
     from readyplane_planner.yaml_text import write_yaml
 
-    print(f"# policy of {policy.get('model', model)}, version {version}")
+    output.say(f"# policy of {policy.get('model', model)}, version {version}")
     for warned in warnings:
-        print(f"# {_warned(warned)}")
-    print(write_yaml(policy), end="")
+        output.say(f"# {_warned(warned)}")
+    output.say(write_yaml(policy), end="", lines=True)
 
 
 async def _get(where: Where, model: str) -> tuple[dict[str, Any], int, list[dict[str, Any]]]:
@@ -112,10 +112,10 @@ def set_(
         output.emit({"version": version, "changed": moved, "warnings": warnings})
         return
     for key, change in moved.items():
-        print(f"{key}: {_shown(change['from'])} → {_shown(change['to'])}")
-    print(f"policy version {version}" + ("" if moved else ", nothing differs"))
+        output.say(f"{key}: {_shown(change['from'])} → {_shown(change['to'])}")
+    output.say(f"policy version {version}" + ("" if moved else ", nothing differs"))
     for warned in warnings:
-        print(_warned(warned))
+        output.say(_warned(warned))
 
 
 def _wanted(changes: Sequence[str], file: Path | None, *, whole: bool) -> dict[str, Any]:

@@ -131,8 +131,8 @@ async def _asked(
         if json:
             output.emit(asked)
         else:
-            print(f"asked to {action}{' ' + to if to else ''}: policy version", end=" ")
-            print(f"{asked['policy_version']}; `readyplane rollout status --watch` follows it")
+            output.say(f"asked to {action}{' ' + to if to else ''}: policy version", end=" ")
+            output.say(f"{asked['policy_version']}; `readyplane rollout status --watch` follows it")
     return 0
 
 
@@ -145,7 +145,7 @@ async def _status(where: Where, model: str, *, watch: bool, json: bool) -> int:
         output.emit(shown)
     else:
         for line in lines(shown):
-            print(line)
+            output.say(line)
     return ENDS.get(shown["phase"], 0)
 
 
@@ -160,12 +160,12 @@ async def _watch(planner: PlannerClient, model: str, *, json: bool, since: int) 
         if json:
             output.emit(shown, line=True)
         elif line != before:
-            print(line, flush=True)
+            output.say(line, flush=True)
         before = line
         # A decision that knows that version of the policy has followed the wish.
         if shown["decided_version"] >= since and shown["phase"] in ENDS:
             if not json and shown["reason"]:
-                print(shown["reason"])
+                output.say(shown["reason"])
             return ENDS[shown["phase"]]
         await asyncio.sleep(EVERY_S)
 

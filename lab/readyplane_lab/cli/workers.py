@@ -373,9 +373,9 @@ async def _drain(
         row = worker_row(drained)
         output.emit({"worker": row, "left": left if wait else None, "waited_s": took_s})
     elif wait and left:
-        print(f"{worker_id} has left after {took_s:.1f} s")
+        output.say(f"{worker_id} has left after {took_s:.1f} s")
     elif not wait:
-        print(f"{worker_id} drains ({drained.active} requests are finishing)")
+        output.say(f"{worker_id} drains ({drained.active} requests are finishing)")
     if wait and not left:
         raise Refused(
             f"end of {worker_id}",
