@@ -116,8 +116,13 @@ def parse(data: bytes | str, *, where: str = "document") -> Any:
             parse_constant=constant,
             parse_float=lambda text: _number(text, where),
         )
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise InvalidField(where, "nested too deeply", "send valid JSON of fewer levels") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InvalidField(where, str(data[:60]), f"send valid JSON ({error})") from error
+    except ValueError as error:  # the one thing more that is refused: an integer without end
+        remedy = f"use {DIGITS_MAX} digits at most for a number"
+        raise InvalidField(where, str(data[:60]), remedy) from error
 
 
 def _number(text: str, where: str) -> float:

@@ -309,7 +309,7 @@ def _read_manifest(document: object) -> Manifest:
         pp=sizes["pp"],
         ep=sizes["ep"],
         capability=_text(doc.get("capability", ""), f"{where}.capability", empty=True),
-        config=_object(doc.get("config", {}), f"{where}.config"),
+        config=_read_config(doc.get("config", {}), f"{where}.config"),
         canary=None if canary is None else _read_canary(canary, f"{where}.canary"),
         key={
             _text(name, f"{where}.key"): _text(value, f"{where}.key.{name}")
@@ -454,7 +454,31 @@ def _text(value: object, where: str, *, empty: bool = False) -> str:
     """Text in form NFC: what is sorted and compared here is what the canonical form holds."""
     if not isinstance(value, str) or not (value or empty):
         raise InvalidField(where, value, "use text" if empty else "use a non-empty text")
-    return nfc(value)
+    return nfc(_storable(value, where))
+
+
+def _storable(text: str, where: str) -> str:
+    """Text that every store can hold: some end a text at U+0000, some refuse it."""
+    if "\0" in text:
+        raise InvalidField(where, text, "leave the character U+0000 out")
+    return text
+
+
+def _read_config(value: object, where: str) -> dict[str, Any]:
+    """Any JSON object; its texts are looked at wherever they stand."""
+    doc = _object(value, where)
+    left: list[tuple[str, Any]] = [(where, doc)]
+    while left:
+        at, item = left.pop()
+        if isinstance(item, str):
+            _storable(item, at)
+        elif isinstance(item, Mapping):
+            for name in item:
+                _storable(str(name), f"{at}.{ascii(name)[1:-1]}")
+            left.extend((f"{at}.{name}", inner) for name, inner in item.items())
+        elif isinstance(item, list | tuple):
+            left.extend((f"{at}[{i}]", inner) for i, inner in enumerate(item))
+    return doc
 
 
 def _choice(value: object, where: str, choices: Sequence[str]) -> str:

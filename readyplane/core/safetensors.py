@@ -19,6 +19,14 @@ PREFIX_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000
 TENSORS_MAX = 1_000_000
 SHAPE_DIMENSIONS_MAX = 32
+# What lies in a safetensors file's place when a download went wrong; as a length, each of these
+# beginnings is longer than any file.
+IN_ITS_PLACE = (
+    (b"version ", "a git-lfs pointer", "fetch the file itself with `git lfs pull`"),
+    (b"<!doctyp", "an HTML page", "download the file again: the server sent a page instead"),
+    (b"<html", "an HTML page", "download the file again: the server sent a page instead"),
+    (b"<?xml", "an XML document", "download the file again: the server sent an error instead"),
+)
 
 
 def header_bytes(prefix: bytes, *, size_bytes: int, file: str) -> int:
@@ -30,6 +38,9 @@ def header_bytes(prefix: bytes, *, size_bytes: int, file: str) -> int:
     """
     if size_bytes < PREFIX_BYTES or len(prefix) < PREFIX_BYTES:
         raise InvalidField(file, f"{size_bytes} bytes", "give a whole safetensors file")
+    for begin, what, remedy in IN_ITS_PLACE:
+        if prefix[:PREFIX_BYTES].lower().startswith(begin):
+            raise InvalidField(file, f"{what} of {size_bytes} bytes", remedy)
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     most = min(HEADER_BYTES_MAX, size_bytes - PREFIX_BYTES)
     if not 2 <= length <= most:
@@ -86,6 +97,10 @@ def _tensor(name: str, entry: Any, *, data_begin: int, data_bytes: int, file: st
     where = f"{file}: tensor {name!r}"
     if not name or not unicodedata.is_normalized("NFC", name):
         raise InvalidField(where, name, "give tensors non-empty names in Unicode form NFC")
+    if "\0" in name:
+        raise InvalidField(where, name, "leave the character U+0000 out of its name")
+    if not name.isascii() and any("\ud800" <= c <= "\udfff" for c in name):
+        raise InvalidField(where, name, "write whole characters: a surrogate needs its other half")
     if not isinstance(entry, Mapping) or set(entry) != {"dtype", "shape", "data_offsets"}:
         found = sorted(entry) if isinstance(entry, Mapping) else entry
         raise InvalidField(where, found, "give exactly dtype, shape and data_offsets")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from readyplane.core.canonical import nfc
 from readyplane.core.errors import IdentityMismatch, InvalidField
 from readyplane.core.identity import FileEntry, TensorEntry, parse
 
@@ -36,6 +37,7 @@ FILES_MAX = 100_000
 INDEX_SUFFIX = ".safetensors.index.json"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONTENT = re.compile(r"[0-9a-f]{64}")
+SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{1,6})-of-(?P<count>[0-9]{1,6})\.safetensors")
 DOWNLOADS = Path(".cache", "huggingface", "download")
 FAULTS_SHOWN_MAX = 5
 
@@ -66,7 +68,8 @@ class Checkpoint:
 
     Attributes:
         directory: where they lie, a mutable revision resolved.
-        files: relative POSIX path to (file to read, size in bytes); none of these is a link.
+        files: relative POSIX path, in Unicode form NFC, to (file to read, size in bytes); none of
+            these is a link.
         skipped: hidden files and folders that were left out.
         origin: where they came from.
         told_sha256: content that the hub promised when they were downloaded, by path.
@@ -97,8 +100,9 @@ def read_checkpoint(
     files: dict[str, tuple[Path, int]] = {}
     skipped: list[str] = []
     told: dict[str, str] = {}
+    written: dict[str, str] = {}
     for path in _walk(directory, skipped, follow_links=follow_links):
-        relative = path.relative_to(directory).as_posix()
+        relative = _name_of(path, directory, written)
         real = _real(path, directory, snapshot, follow_links=follow_links)
         facts = real.stat()
         if not stat.S_ISREG(facts.st_mode):
@@ -113,7 +117,7 @@ def read_checkpoint(
             told[relative] = real.name
     if not any(name.endswith(".safetensors") for name in files):
         raise InvalidField("directory", str(directory), "give a folder with .safetensors files")
-    commits = _downloads(directory, files, told)
+    commits = _downloads(directory, written, told)
     if len(commits) > 1:
         shown = [f"{name}: commit {commit}" for commit, name in sorted(commits.items())]
         remedy = "download all of it again at one commit"
@@ -160,6 +164,31 @@ def _hub_of(directory: Path) -> Path | None:
     return blobs
 
 
+def _name_of(path: Path, directory: Path, written: dict[str, str]) -> str:
+    """The name that an artifact has for a file: form NFC, whatever form the disk has (B111).
+
+    Args:
+        written: NFC name to the name on disk, of the files so far; this one is added.
+    """
+    on_disk = path.relative_to(directory).as_posix()
+    try:
+        on_disk.encode()
+    except UnicodeEncodeError as error:
+        shown = _shown(str(path))
+        raise InvalidField(shown, os.fsencode(path.name), "rename it: use UTF-8") from error
+    name = nfc(on_disk)
+    other = written.setdefault(name, on_disk)
+    if other != on_disk:
+        remedy = f"rename one: {other!a} is the same name in another Unicode form"
+        raise InvalidField(str(path), ascii(on_disk), remedy)
+    return name
+
+
+def _shown(name: str) -> str:
+    """A file name as text that can be written anywhere."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def _walk(directory: Path, skipped: list[str], *, follow_links: bool) -> list[Path]:
     """Every file; hidden ones are left out and told."""
     found: list[Path] = []
@@ -168,13 +197,13 @@ def _walk(directory: Path, skipped: list[str], *, follow_links: bool) -> list[Pa
         for name in sorted(folders):
             path = here / name
             if name.startswith("."):
-                skipped.append(path.relative_to(directory).as_posix() + "/")
+                skipped.append(_shown(path.relative_to(directory).as_posix()) + "/")
             elif path.is_symlink():
                 _check_linked_folder(path, directory, follow_links=follow_links)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in names:
             if name.startswith("."):
-                skipped.append((here / name).relative_to(directory).as_posix())
+                skipped.append(_shown((here / name).relative_to(directory).as_posix()))
             else:
                 found.append(here / name)
     return found
@@ -220,13 +249,11 @@ def _refuse_way_out(path: Path, real: Path) -> None:
     raise InvalidField(str(path), f"symbolic link to {real}", remedy)
 
 
-def _downloads(
-    directory: Path, files: Mapping[str, object], told: dict[str, str]
-) -> dict[str, str]:
+def _downloads(directory: Path, written: Mapping[str, str], told: dict[str, str]) -> dict[str, str]:
     """Commits that a hub's client noted beside the files it downloaded, each with one of them."""
     commits: dict[str, str] = {}
-    for name in sorted(files):
-        note = directory / DOWNLOADS / f"{name}.metadata"
+    for name, on_disk in sorted(written.items()):
+        note = directory / DOWNLOADS / f"{on_disk}.metadata"
         if not note.is_file() or note.stat().st_size > 4096:
             continue
         lines = note.read_text(errors="replace").splitlines()
@@ -264,7 +291,7 @@ def purpose_of(name: str) -> str:
 
 
 def check_index(checkpoint: Checkpoint, tensors: Sequence[TensorEntry]) -> None:
-    """Each tensor lies in one file, each index has all its shards, and says what the files say.
+    """Each tensor lies in one file, no shard is missing, and each index says what the files say.
 
     Raises:
         InvalidField: names the index, the shard or tensor, and what to do.
@@ -278,15 +305,52 @@ def check_index(checkpoint: Checkpoint, tensors: Sequence[TensorEntry]) -> None:
             )
     for name, (path, _size) in sorted(checkpoint.files.items()):
         if name.endswith(INDEX_SUFFIX):
-            _check_one_index(checkpoint, name, path, where)
+            index = json_file(path, name)
+            listed = _check_one_index(checkpoint, name, index, where)
+            _check_total(checkpoint, name, index, [t for t in tensors if t.name in listed])
+    _check_shards(list(checkpoint.files))
+
+
+def _check_shards(names: Sequence[str]) -> None:
+    """A shard's own name says how many there are, also where no index does."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for shard in filter(None, map(SHARD.fullmatch, names)):
+        series = shard["stem"], int(shard["count"])
+        found.setdefault(series, set()).add(int(shard["number"]))
+    for (stem, count), numbers in sorted(found.items()):
+        first = 0 if 0 in numbers else 1
+        lost = next((n for n in range(first, first + count) if n not in numbers), None)
+        if lost is not None or len(numbers) != count:
+            what = f"{stem}-*-of-{count:05d}.safetensors"
+            told = "too many" if lost is None else f"{stem}-{lost:05d}-of-{count:05d}.safetensors"
+            remedy = f"download the folder again: {what} are {count} files, {len(numbers)} are here"
+            raise InvalidField(f"{what}: shard", told, remedy)
+
+
+def _check_total(
+    checkpoint: Checkpoint, name: str, index: Mapping[str, Any], tensors: Sequence[TensorEntry]
+) -> None:
+    """`metadata.total_size` is the bytes of the tensors; some tools count those of the files."""
+    metadata = index.get("metadata")
+    told = metadata.get("total_size") if isinstance(metadata, dict) else None
+    held = sum(tensor.size_bytes for tensor in tensors)
+    files = sum(checkpoint.files[file][1] for file in {tensor.file for tensor in tensors})
+    if told is not None and (isinstance(told, bool) or told not in (held, files)):
+        remedy = (
+            f"its tensors are {held} bytes; download the files again, or correct the number when "
+            "they were converted since"
+        )
+        raise InvalidField(f"{name}: metadata.total_size", told, remedy)
 
 
 def _check_one_index(
-    checkpoint: Checkpoint, name: str, path: Path, where: Mapping[str, str]
-) -> None:
-    listed = json_file(path, name).get("weight_map")
+    checkpoint: Checkpoint, name: str, index: Mapping[str, Any], where: Mapping[str, str]
+) -> dict[str, str]:
+    """Tensor to shard, as the index lists them."""
+    listed = index.get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
         raise InvalidField(f"{name}: weight_map", listed, "map each tensor to its file")
+    listed = {tensor: nfc(file) for tensor, file in listed.items()}
     folder = name.rpartition("/")[0]
     at = f"{folder}/" if folder else ""
     for shard in sorted(set(listed.values())):
@@ -306,6 +370,7 @@ def _check_one_index(
                 listed.get(tensor),
                 f"the files of {checkpoint.directory.name} say {found}; download them again",
             )
+    return listed
 
 
 def json_file(path: Path, name: str) -> dict[str, Any]:

@@ -92,6 +92,8 @@ def _rank_faults(manifest: Manifest) -> Iterator[str]:
 def _weights_faults(manifest: Manifest) -> Iterator[str]:
     purposes = {entry.path: entry.purpose for entry in manifest.files}
     used = {tensor.file for tensor in manifest.tensors}
+    if not any(tensor.size_bytes for tensor in manifest.tensors):
+        yield "tensors: not one of them has an element; publish the weights themselves"
     for path in sorted(used):
         if purposes[path] != "weights":
             yield f"files[{path}].purpose: holds tensors, write weights (not {purposes[path]})"
