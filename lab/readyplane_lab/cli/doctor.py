@@ -1,7 +1,7 @@
 """`readyplane doctor`: is this machine fit, is the system well, is the engine usable; what to do.
 
 Owns the order of the checks and how findings are shown. The checks themselves are in
-`doctor_machine`, `doctor_stores`, `doctor_system` and `doctor_engine`.
+`doctor_machine`, `doctor_stores`, `doctor_system`, `doctor_bytes` and `doctor_engine`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from readyplane_lab.cli.flags import Json, examples
 from readyplane_lab.cli.where import (
     PlannerAddress,
     RegistryAddress,
+    RegistryHttp,
     RouterAddress,
     run,
 )
@@ -59,8 +60,9 @@ def doctor(
     registry: RegistryAddress = "",
     router: RouterAddress = "",
     planner: PlannerAddress = "",
+    registry_http: RegistryHttp = "",
 ) -> None:
-    """Check machine, stores, running system and engine, and say what to do.
+    """Check machine, stores, running system, stored bytes and engine, and say what to do.
 
     Nothing is changed or started.
     Exit code 1 when something fails; warnings do not count.
@@ -68,7 +70,12 @@ def doctor(
     for wanted in port or ():
         if not 0 < wanted < 65536:
             raise InvalidField("--port", wanted, "give 1 to 65535")
-    given = {"registry": registry, "router": router, "planner": planner}
+    given = {
+        "registry": registry,
+        "router": router,
+        "planner": planner,
+        "registry_http": registry_http,
+    }
     findings = run(
         _show(
             _findings(engine, port or [], data_dir, (database_url, redis_url), given), as_json=json
@@ -85,13 +92,20 @@ async def _findings(
     stores: tuple[str, str],
     given: dict[str, str],
 ) -> AsyncIterator[Finding]:
-    from readyplane_lab.cli import doctor_engine, doctor_machine, doctor_stores, doctor_system
+    from readyplane_lab.cli import (
+        doctor_bytes,
+        doctor_engine,
+        doctor_machine,
+        doctor_stores,
+        doctor_system,
+    )
 
     for finding in doctor_machine.findings(ports, data_dir):
         yield finding
     for found in (
         doctor_stores.findings(*stores),
         doctor_system.findings(given),
+        doctor_bytes.findings(given),
         doctor_engine.findings(engine),
     ):
         async for finding in found:

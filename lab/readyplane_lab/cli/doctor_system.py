@@ -25,7 +25,9 @@ async def findings(given: dict[str, str]) -> AsyncIterator[Finding]:
     if any(given.values()):
         where = find(*(name for name, value in given.items() if value), **given)
         for name, address in given.items():
-            if address:
+            if address and name.endswith("_http"):
+                yield await _http(name.removesuffix("_http"), where.registry_http)
+            elif address:
                 yield await _grpc(name, address)
     else:
         book = read_book()
