@@ -13,7 +13,7 @@ from readyplane.core.errors import InvalidField, Refused
 from readyplane.core.identity import Manifest
 from readyplane.core.safetensors import header_bytes, tensors_of
 from readyplane_registry.catalog import read_document
-from readyplane_registry.ingest import build_manifest
+from readyplane_registry.ingest import Facts, build_manifest, publish_directory
 from tests.registry_data import document, model_folder, raw_safetensors, safetensors
 
 INDEX = "model.safetensors.index.json"
@@ -159,3 +159,53 @@ def test_a_number_without_end_is_refused_in_our_own_words() -> None:
         tensors_of(deep, size_bytes=len(deep) + 8, file="x.safetensors")
     with pytest.raises(InvalidField, match="git lfs pull"):
         header_bytes(b"version ", size_bytes=130, file="x.safetensors")
+
+
+class Untouched:
+    """A registry and a byte store that must not be asked for anything."""
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"vocab_size": 512}, "config.json: max_model_len or max_position_embeddings"),
+        (
+            {"vocab_size": 512, "max_position_embeddings": -5},
+            "config.json: max_position_embeddings: -5",
+        ),
+        ({"max_position_embeddings": 9}, "config.json: vocab_size: None"),
+        (
+            {"max_position_embeddings": 9, "text_config": {"vocab_size": "many"}},
+            "config.json: text_config.vocab_size: 'many'",
+        ),
+        (
+            {"max_position_embeddings": 9, "vocab_size": 10, "eos_token_id": [1, 10]},
+            "config.json: eos_token_id: 10",
+        ),
+    ],
+)
+async def test_what_the_registry_would_refuse_is_refused_before_a_byte_is_sent(
+    tmp_path: Path, config: dict[str, Any], told: str
+) -> None:
+    folder = model_folder(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(config))
+    nobody: Any = Untouched()
+    with pytest.raises(InvalidField) as caught:
+        await publish_directory(folder, model="m", registry=nobody, sink=nobody)
+    assert told in str(caught.value)
+
+
+async def test_what_any_kind_of_artifact_must_not_be_is_refused_before_a_byte_is_sent(
+    tmp_path: Path,
+) -> None:
+    nobody: Any = Untouched()
+    folder = model_folder(tmp_path / "m")
+    with pytest.raises(Refused, match="names no version"):
+        await publish_directory(
+            folder, model="m", registry=nobody, sink=nobody, facts=Facts(layout="plain")
+        )
+    given = Facts(config={"vocab_size": 5, "eos_token_id": 1, "max_model_len": 7})
+    assert build_manifest(folder, model="m", facts=given)[0].config["vocab_size"] == 5

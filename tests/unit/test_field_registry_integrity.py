@@ -1,6 +1,7 @@
 """Field reports of the registry's bytes: what is stored, what is served, and what may be taken away."""
 
 import asyncio
+import errno
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from readyplane.core.errors import (
     BytesMissing,
+    Conflict,
     IdentityMismatch,
     InvalidField,
     Overloaded,
@@ -400,7 +402,7 @@ async def test_b121_no_way_of_loading_takes_a_truncated_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, registry: type[TwinRegistry]
 ) -> None:
     """B121: with the registry there or away, the node's damaged copy is refused and taken out."""
-    monkeypatch.setattr(loader, "ROUNDS_MAX", 2)
+    monkeypatch.setattr(loader, "HOPELESS_S", 0.1)
     monkeypatch.setattr(loader, "ROUND_WAIT_S", 0.001)
     art = artifact()
     cache = WeightCache(tmp_path, bytes_max=2**30)
@@ -420,7 +422,7 @@ async def test_b121_no_way_of_loading_takes_a_truncated_copy(
         reader=Reader("w1", "w1-abc", "local"),
         trace=StartTrace(clock, process_start_s=clock.monotonic_s()),
         cache=cache,
-        limit_s=10.0,
+        limit_s=0.5,
     )
     with pytest.raises((Unavailable, IdentityMismatch)):
         await load.run([])
@@ -466,3 +468,34 @@ async def test_b117_a_publisher_is_told_by_type_that_bytes_have_to_come_again(
     for told in ("taken out", "no bytes"):
         with pytest.raises(BytesMissing, match=told):
             await world.registry.publish_manifest(first.manifest.document())
+
+
+async def test_b114_who_loses_a_race_for_a_tag_hears_that_only_the_tag_is_missing(
+    world: World, tmp_path: Path
+) -> None:
+    other = await world.publish(model_folder(tmp_path / "other", salt=1))
+
+    def race(_progress: object) -> None:
+        world.racing = asyncio.run_coroutine_threadsafe(  # type: ignore[attr-defined]
+            world.registry.set_tag("m:x", other.digest, force=True), loop
+        )
+
+    loop = asyncio.get_running_loop()
+    with pytest.raises(Conflict, match="only the tag") as caught:
+        await world.publish(model_folder(tmp_path / "m"), tag="m:x", progress=race)
+    (published,) = {m.digest for m in await world.registry.list_manifests()} - {other.digest}
+    assert published in caught.value.remedy
+
+
+async def test_a_full_disk_is_told_with_the_stores_folder_and_logged(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(Unavailable, match="No space left") as caught:
+        await world.blobs.put_stream(sha256(b"x" * 9), once(b"x" * 9))
+    monkeypatch.undo()
+    assert str(world.blobs.root) in caught.value.remedy
+    assert any(str(world.blobs.root) in str(vars(record)) for record in caplog.records)

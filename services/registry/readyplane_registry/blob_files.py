@@ -15,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -45,6 +46,7 @@ from readyplane_registry.blobs import (
 )
 from readyplane_registry.safetensors import PREFIX_BYTES, header_bytes, tensors_of
 
+log = logging.getLogger(__name__)
 READ_BYTES = 4 * 1024 * 1024
 WRITE_BATCH_BYTES = 1024 * 1024
 
@@ -203,9 +205,11 @@ class FileBlobs:
                 yield writer
         except OSError as error:
             full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            what = f"{self.name}: blob {sha256} cannot be written ({error.strerror})"
+            log.error("the byte store cannot be written", extra={"why": what})
             raise Unavailable(
-                f"blob {sha256} cannot be written ({error.strerror})",
-                "free disk space" if full else "look at the store's folder",
+                what,
+                f"free disk space at {self.root}" if full else f"look at the folder {self.root}",
                 retry_after_s=30.0,
             ) from error
 

@@ -18,6 +18,7 @@ from typing import Any
 from readyplane.core.canonical import nfc
 from readyplane.core.errors import IdentityMismatch, InvalidField
 from readyplane.core.identity import FileEntry, TensorEntry, parse
+from readyplane_registry.kinds import MODEL_TOKENS_MAX, whole
 
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 TOKENIZER_FILES = {
@@ -40,6 +41,12 @@ CONTENT = re.compile(r"[0-9a-f]{64}")
 SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{1,6})-of-(?P<count>[0-9]{1,6})\.safetensors")
 DOWNLOADS = Path(".cache", "huggingface", "download")
 FAULTS_SHOWN_MAX = 5
+CONFIG = "config.json"
+FACTS = {
+    "max_model_len": ("max_model_len", "max_position_embeddings", "n_positions"),
+    "vocab_size": ("vocab_size",),
+    "eos_token_id": ("eos_token_id",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,15 +393,44 @@ def json_file(path: Path, name: str) -> dict[str, Any]:
 
 def model_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a model's own config.json tells that router, engine and canary need."""
+    return {name: value for name, (_where, value) in _told_facts(config).items()}
+
+
+def _told_facts(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Fact to (field of config.json that tells it, value)."""
     inner = config.get("text_config")
-    told = {**config, **inner} if isinstance(inner, dict) else config
-    names = {
-        "max_model_len": ("max_model_len", "max_position_embeddings", "n_positions"),
-        "vocab_size": ("vocab_size",),
-        "eos_token_id": ("eos_token_id",),
-    }
-    return {
-        name: value
-        for name, sources in names.items()
-        if (value := next((told[s] for s in sources if told.get(s) is not None), None)) is not None
-    }
+    inner = inner if isinstance(inner, dict) else {}
+    found: dict[str, tuple[str, Any]] = {}
+    for name, sources in FACTS.items():
+        for source in sources:
+            told = inner if source in inner else config
+            if told.get(source) is not None:
+                where = f"text_config.{source}" if told is inner else source
+                found[name] = where, told[source]
+                break
+    return found
+
+
+def check_facts(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """A model's config.json says what the registry asks of weights, before a byte is sent.
+
+    Args:
+        given: facts that were given beside it, which win; the registry judges them.
+
+    Raises:
+        InvalidField: names the field of config.json.
+    """
+    told = _told_facts(config)
+    for name in ("max_model_len", "vocab_size"):
+        where, value = told.get(name, (" or ".join(FACTS[name]), None))
+        if name not in given and not whole(value, 1, MODEL_TOKENS_MAX):
+            remedy = f"it needs a whole number of 1 to {MODEL_TOKENS_MAX}"
+            raise InvalidField(f"{CONFIG}: {where}", value, remedy)
+    where, eos = told.get("eos_token_id", ("", None))
+    vocab = {**model_facts(config), **given}["vocab_size"]
+    if eos is None or "eos_token_id" in given or not whole(vocab, 1, MODEL_TOKENS_MAX):
+        return
+    for token in eos if isinstance(eos, list) else [eos]:
+        if not whole(token, 0, vocab - 1):
+            remedy = f"name tokens of the vocabulary, 0 to {vocab - 1}"
+            raise InvalidField(f"{CONFIG}: {where}", token, remedy)

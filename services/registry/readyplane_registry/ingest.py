@@ -17,7 +17,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from readyplane.core.errors import BytesMissing, InvalidField, ReadyplaneError, Unavailable
+from readyplane.core.errors import (
+    BytesMissing,
+    Conflict,
+    InvalidField,
+    ReadyplaneError,
+    Unavailable,
+)
 from readyplane.core.identity import (
     CHUNK_BYTES_DEFAULT,
     ArtifactKind,
@@ -31,9 +37,12 @@ from readyplane.kit.auth import token_headers
 from readyplane.ports import Registry, Tag
 from readyplane.wire import error_from_document
 from readyplane_registry.blob_files import hash_file, tensors_in
+from readyplane_registry.catalog import read_document
 from readyplane_registry.checkpoint import (
+    CONFIG,
     Checkpoint,
     Origin,
+    check_facts,
     check_index,
     check_told,
     json_file,
@@ -46,7 +55,6 @@ from readyplane_registry.quantised import quantisation_of, scales_of
 UPLOAD_BYTES = 1024 * 1024
 UPLOADS_MAX = 2
 HOLD_NAMES_MAX = 5_000
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +172,7 @@ async def publish_directory(
     manifest = await asyncio.to_thread(
         manifest_of, checkpoint, model=model, facts=facts or Facts(), progress=progress
     )
+    await asyncio.to_thread(read_document, manifest.document())  # not after all bytes were sent
     paths = {name: path for name, (path, _size) in checkpoint.files.items()}
     async with _held(registry, manifest):
         uploaded = await _upload(manifest, paths, sink, progress)
@@ -177,7 +186,7 @@ async def publish_directory(
     if signer is not None:
         envelope = signer.envelope(digest)
         await registry.sign_manifest(digest, public_key=signer.public_key, envelope=envelope)
-    pointed = await registry.set_tag(tag, digest, expected_digest=before) if tag else None
+    pointed = await _pointed(registry, tag, digest, before) if tag else None
     return Published(
         digest=digest,
         created=created,
@@ -188,6 +197,20 @@ async def publish_directory(
         origin=checkpoint.origin,
         signed_by="" if signer is None else signer.key_id,
     )
+
+
+async def _pointed(registry: Registry, tag: str, digest: str, before: str) -> Tag:
+    """Move the tag; who comes second hears that only the tag is missing."""
+    try:
+        return await registry.set_tag(tag, digest, expected_digest=before)
+    except Conflict as error:
+        raise Conflict(
+            f"tag {tag}",
+            error.expected,
+            error.found,
+            f"somebody moved it meanwhile; the artifact is published as {digest}, only the tag "
+            "does not point at it: look which one it should be, and set it",
+        ) from error
 
 
 @asynccontextmanager
@@ -298,6 +321,7 @@ def manifest_of(
     check_index(checkpoint, tensors)
     paths = {name: path for name, (path, _size) in checkpoint.files.items()}
     config = json_file(paths[CONFIG], CONFIG) if CONFIG in paths else {}
+    check_facts(config, facts.config)
     quantisation = facts.quantisation or quantisation_of(config)
     scales = facts.scales or scales_of(quantisation, config, tensors)
     entries: list[FileEntry] = []

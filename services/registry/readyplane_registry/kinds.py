@@ -106,7 +106,7 @@ def _weights_faults(manifest: Manifest) -> Iterator[str]:
 def _config_faults(manifest: Manifest) -> Iterator[str]:
     config = manifest.config
     for name in ("max_model_len", "vocab_size"):
-        if not _whole(config.get(name), 1, MODEL_TOKENS_MAX):
+        if not whole(config.get(name), 1, MODEL_TOKENS_MAX):
             yield (
                 f"config.{name}: {config.get(name)!r} is not a whole number of 1 to "
                 f"{MODEL_TOKENS_MAX}"
@@ -115,7 +115,7 @@ def _config_faults(manifest: Manifest) -> Iterator[str]:
     vocab = int(config["vocab_size"])
     eos = config.get("eos_token_id")
     for token in eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]:
-        if not _whole(token, 0, vocab - 1):
+        if not whole(token, 0, vocab - 1):
             yield f"config.eos_token_id: {token!r} is not a token of a vocabulary of {vocab}"
     if manifest.canary is not None:
         for name in ("prompt_token_ids", "golden_token_ids"):
@@ -125,5 +125,6 @@ def _config_faults(manifest: Manifest) -> Iterator[str]:
                 yield f"canary.{name}: {bad[0]} is not a token of a vocabulary of {vocab}"
 
 
-def _whole(value: object, low: int, high: int) -> bool:
+def whole(value: object, low: int, high: int) -> bool:
+    """True for a whole number of that range; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
