@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
+# How `FetchPlan.excluded` says that waiting is vain, or that it is not: readers judge by these.
+NOT_WHOLE = "its bytes are not whole"
+NO_BYTES = "this registry serves no bytes"
+OWN_REQUESTS = "its own requests take"
+
 
 class SegmentName(StrEnum):
     """The segments of R6.1 and the arena's memory, in their usual order."""

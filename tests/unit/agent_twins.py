@@ -198,8 +198,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         if kind == "close":
             return
-        if kind == "busy":
-            self.send_response(503)
+        if kind in {"busy", "missing"}:
+            self.send_response(503 if kind == "busy" else 404)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
@@ -248,6 +248,7 @@ class TwinRegistry:
         self.announced: dict[str, Source] = {}
         self.full: set[str] = set()
         self.plans = 0
+        self.excluded: tuple[str, ...] = ()
 
     async def get_manifest(self, digest: str) -> Manifest:
         if digest not in self.manifests:
@@ -275,7 +276,7 @@ class TwinRegistry:
     ) -> FetchPlan:
         self.plans += 1
         ranked = [RankedSource(s, 1.0, f"place {i}") for i, s in enumerate(self.sources, 1)]
-        return FetchPlan(tuple(ranked))
+        return FetchPlan(tuple(ranked), self.excluded)
 
     async def acquire_transfer(
         self,

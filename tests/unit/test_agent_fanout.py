@@ -110,7 +110,7 @@ def test_a_chunk_is_asked_of_one_source_at_a_time_and_comes_back_after_a_fault()
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "ROUND_WAIT_S", 0.01)
-    monkeypatch.setattr(loader_module, "ROUNDS_MAX", 3)
+    monkeypatch.setattr(loader_module, "HOPELESS_S", 0.1)
     monkeypatch.setattr(loader_module, "PLAN_EVERY_S", 0.05)
     monkeypatch.setattr(loader_module, "PLACE_WAIT_S", 0.3)
 

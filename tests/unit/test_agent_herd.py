@@ -89,7 +89,6 @@ async def test_when_the_first_reader_stalls_the_next_takes_its_place(
 
 async def test_nobody_starves_where_nobody_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """No chain is possible and the store has two places: they take turns, beyond any count of tries."""
-    monkeypatch.setattr(loader_module, "ROUNDS_MAX", 2)
     monkeypatch.setattr(loader_module, "ROUND_WAIT_S", 0.01)
     art, turns = artifact(shards=1, floats=30_000), Turns(0.1)
     with serving(art.files, turns) as store:

@@ -148,12 +148,9 @@ async def test_a_second_start_on_the_node_reads_the_cache(tmp_path: Path) -> Non
     ],
 )
 async def test_a_failed_start_says_why_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[World], None], says: str
+    tmp_path: Path, spoil: Callable[[World], None], says: str
 ) -> None:
-    from readyplane_agent import loader as loader_module
-
-    monkeypatch.setattr(loader_module, "ROUNDS_MAX", 2)
-    async with living(tmp_path) as w:
+    async with living(tmp_path, fetch_limit_s=1.0) as w:
         spoil(w)
         code = await asyncio.wait_for(begin(w), 10)
         assert code is ExitCode.START_FAILED

@@ -38,7 +38,12 @@ ME = Reader("w1", "w1-abc", "local")
 
 
 def make(
-    art: Artifact, registry: TwinRegistry, *, cache: WeightCache | None = None, **more: int
+    art: Artifact,
+    registry: TwinRegistry,
+    *,
+    cache: WeightCache | None = None,
+    limit_s: float = 20.0,
+    **more: int,
 ) -> tuple[Loader, Arena, StartTrace]:
     clock = SystemClock()
     trace = StartTrace(clock, process_start_s=clock.monotonic_s())
@@ -50,7 +55,7 @@ def make(
         reader=ME,
         trace=trace,
         cache=cache,
-        limit_s=20.0,
+        limit_s=limit_s,
         **more,  # type: ignore[arg-type]
     )
     return load, arena, trace
@@ -67,7 +72,7 @@ def same(arena: Arena, art: Artifact) -> bool:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "ROUND_WAIT_S", 0.01)
-    monkeypatch.setattr(loader_module, "ROUNDS_MAX", 3)
+    monkeypatch.setattr(loader_module, "HOPELESS_S", 0.1)
     monkeypatch.setattr(loader_module, "PLACE_WAIT_S", 0.3)
 
 
@@ -189,7 +194,7 @@ async def test_a_dead_source_is_asked_again_and_recovers() -> None:
 
 async def test_nobody_holds_it() -> None:
     art, registry = artifact(), TwinRegistry()
-    load, arena, _ = make(art, registry)
+    load, arena, _ = make(art, registry, limit_s=0.3)
     with pytest.raises(Unavailable, match="no source holds this artifact"):
         await load.run([])
     arena.close()
@@ -389,7 +394,7 @@ async def test_unreachable_store_and_a_truncated_copy_is_a_clear_refusal(tmp_pat
     victim = cache.locate(art.manifest.files[2])
     victim.chmod(0o600)
     victim.write_bytes(victim.read_bytes()[:-5])
-    load, arena, _ = make(art, registry, cache=cache)
+    load, arena, _ = make(art, registry, cache=cache, limit_s=0.5)
     dead = source("http://127.0.0.1:9/v1/blobs/x")
     with pytest.raises(Unavailable, match="could not be fetched"):
         await load.run(ranked(dead))

@@ -181,7 +181,8 @@ class FileReader:
                 return Fault("corrupt", f"{entry.path} has {size} of {entry.size_bytes} B")
             return self._read(opened, entry, start, into)
         except OSError as error:
-            return Fault("dead", f"{entry.path}: {error.strerror or error}")
+            lasts = isinstance(error, FileNotFoundError)
+            return Fault("dead", f"{entry.path}: {error.strerror or error}", lasts=lasts)
 
     def lanes(self, entries: Sequence[FileEntry]) -> int:
         """How many readers these files are worth, by where most of their bytes lie."""

@@ -27,6 +27,7 @@ from readyplane_agent.cache import WeightCache
 from readyplane_agent.chunk_order import VERIFIED
 from readyplane_agent.fanout import Fanout
 from readyplane_agent.nixl_way import Transport
+from readyplane_agent.no_source import Waiting, bounded, hopeless
 from readyplane_agent.pipeline import Pipeline
 from readyplane_agent.reading import Reader, Reading
 from readyplane_agent.source_use import Fetched, SourceUse
@@ -35,9 +36,10 @@ from readyplane_agent.trace import StartTrace
 log = logging.getLogger("agent.loader")
 
 # A source that was dead or busy may be asked again in a later round; a lying one never.
-ROUNDS_MAX = 20
 ROUND_WAIT_S = 0.25
 ROUND_WAIT_MAX_S = 5.0
+# So long a load still waits when its bytes are wrong or missing wherever they are offered.
+HOPELESS_S = 10.0
 # Sources that are read from at once, and connections to each of them then.
 SOURCES_MAX = 4
 CONNECTIONS_EACH = 2
@@ -95,6 +97,9 @@ class Loader:
         )
         self._stop = threading.Event()
         self._lying: set[str] = set()
+        self._lacking: set[str] = set()  # stores that lack a file
+        self._excluded: tuple[str, ...] = ()  # by the latest plan
+        self._waiting = Waiting(trace, clock)
         self._busy_s: float | None = None
         self._until_s = math.inf
         self.budget = pipeline.budget
@@ -119,50 +124,85 @@ class Loader:
         """Let reading threads end after their chunk; the load then raises Unavailable."""
         self._stop.set()
 
-    async def run(self, plan: Sequence[RankedSource]) -> Fetched:
+    async def run(self, plan: Sequence[RankedSource], *, excluded: Sequence[str] = ()) -> Fetched:
         """Fill the arena from the planned sources, planning anew when all of them failed.
+
+        It waits for a source as long as the load may last, and says what for; not when the bytes
+        are wrong or missing wherever they are offered. `excluded`: who is not in the plan, and why.
 
         Raises:
             Unavailable: no source could give every chunk; what each of them did is in the text.
             IdentityMismatch: every source that answered gave other bytes than the manifest says.
         """
+        self._excluded = bounded(excluded)
         try:
             return await self._run(plan)
         finally:
+            self._waiting.end()
             await self._reading.settle()
 
     async def _run(self, plan: Sequence[RankedSource]) -> Fetched:
         start_s = self._clock.monotonic_s()
         self._until_s = start_s + self._limit_s
         sources = self._ordered(plan)
-        for attempt in range(ROUNDS_MAX):
+        attempt, hopeless_s = 0, None
+        while True:
+            missing, uses = len(self._arena.missing()), self.fetched.uses[-1:]
             await self._round(sources)
             if self._arena.complete:
                 self.fetched.elapsed_s = self._clock.monotonic_s() - start_s
                 self.fetched.staging_peak_bytes = self.budget.peak_bytes
                 return self.fetched
-            wait_s = min(ROUND_WAIT_MAX_S, ROUND_WAIT_S * 2**attempt)
-            elapsed_s = self._clock.monotonic_s() - start_s
+            moved = len(self._arena.missing()) < missing
+            attempt = 0 if moved else attempt + 1
+            wait_s = min(ROUND_WAIT_MAX_S, ROUND_WAIT_S * 2 ** min(attempt, 10))
+            now_s = self._clock.monotonic_s()
+            elapsed_s = now_s - start_s
+            if moved or not self._hopeless(sources):
+                hopeless_s = None
+            elif hopeless_s is None:
+                hopeless_s = now_s
+            elif now_s - hopeless_s >= HOPELESS_S:
+                break
             if self._stop.is_set() or elapsed_s + wait_s > self._limit_s:
                 break
             if sources and all(s.source_id in self._lying for s in sources):
                 break
+            self._waiting.end(moved=moved)
+            self._waiting.tell((*self._faults_since(uses), *self._excluded))
             await self._clock.sleep(wait_s)
             sources = self._ordered(await self._plan())
-        raise self._given_up()
+        raise self._given_up(vain=hopeless_s is not None)
 
-    def _given_up(self) -> ReadyplaneError:
+    def _hopeless(self, sources: Sequence[Source]) -> bool:
+        wrong = self._lying | self._lacking
+        return hopeless(sources, wrong=wrong, excluded=self._excluded)
+
+    def _faults_since(self, last: Sequence[SourceUse]) -> list[str]:
+        """What went wrong in the uses after the one that was the last."""
+        uses = self.fetched.uses
+        at = next((n for n, use in enumerate(uses, 1) if last and use is last[0]), 0)
+        return [f"{use.source_id}: {use.fault}" for use in uses[at:] if use.fault is not None]
+
+    def _given_up(self, *, vain: bool) -> ReadyplaneError:
         left = len(self._arena.missing())
-        reasons = self.fetched.faults[-8:] or ("no source holds this artifact",)
+        reasons = (*bounded(self.fetched.faults), *self._excluded)
+        reasons = reasons or ("no source holds this artifact",)
         if self._lying and all(
             use.source_id in self._lying for use in self.fetched.uses if use.fault is not None
         ):
             return IdentityMismatch(
                 "weights", reasons, f"publish the artifact again; {left} chunks are not verified"
             )
+        what = f"{left} chunks of {self._arena.manifest.digest} could not be fetched"
+        if vain:
+            return Unavailable(
+                f"{what}, their bytes are wrong or missing wherever they are offered: "
+                + "; ".join(reasons),
+                "publish the artifact again; waiting does not help",
+            )
         return Unavailable(
-            f"{left} chunks of {self._arena.manifest.digest} could not be fetched: "
-            + "; ".join(reasons),
+            f"{what}: " + "; ".join(reasons),
             "check the registry's byte store and the network to it",
         )
 
@@ -178,7 +218,9 @@ class Loader:
             )
         except (Unavailable, NoPair) as error:
             log.warning("planning again failed: %s", error)
+            self._excluded = bounded([f"no plan: {error}"])
             return ()
+        self._excluded = bounded(found.excluded)
         return found.sources
 
     def _missing(self) -> ChunkRanges:
@@ -220,9 +262,17 @@ class Loader:
         return self._arena.complete or self._stop.is_set()
 
     async def _alone(self, source: Source) -> None:
+        self._waiting.end()
         use = await self._reading.use(source, threading.Event())
         if use.fault is not None and use.fault.kind == "corrupt":
             self._lying.add(source.source_id)
+        self._lacks(source, use)
+
+    def _lacks(self, source: Source, use: SourceUse) -> None:
+        """Remember stores that lack a file; a peer may get it, and one that gives has it."""
+        lasts = use.fault is not None and use.fault.lasts and not source.worker_id
+        change = self._lacking.add if lasts else self._lacking.discard
+        change(source.source_id)
 
     # ----------------------------------------------------------------- several sources at once
 
@@ -245,6 +295,8 @@ class Loader:
                         crowd.running, timeout=PLAN_EVERY_S, return_when=asyncio.FIRST_COMPLETED
                     )
                     self._take_in(crowd)
+                    if crowd.running:
+                        self._waiting.end()
                 now_s = self._clock.monotonic_s()
                 wait_s = 0.0 if not crowd.running else every_s
                 if self._fanout.draining:
@@ -325,6 +377,8 @@ class Loader:
         if crowd.turned_away or crowd.follows:
             if now_s >= self._until_s:
                 return False
+            if crowd.turned_away:
+                self._waiting.tell(self.fetched.faults[-1:], aloud=False)
             await self._clock.sleep(crowd.turn_s)
             crowd.turn_s = min(STORE_TURN_MAX_S, crowd.turn_s * 2)
             return True
@@ -340,6 +394,7 @@ class Loader:
             source, _ = crowd.running.pop(task)
             use = task.result()
             kind = "" if use.fault is None else use.fault.kind
+            self._lacks(source, use)
             if kind in {"corrupt", "unfit"}:
                 self._lying.add(source.source_id)
             if kind == "busy" and source.worker_id:

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 from urllib.parse import quote, urlsplit
 
@@ -40,10 +40,12 @@ class Fault:
 
     `dead`, `busy` (asks to be left alone), `slow`, `corrupt`, `unfit` (not the source that was
     meant, or in another layout), or `early`, which is no fault: the chunk is not there yet.
+    `lasts` when it answered that it has no such file.
     """
 
     kind: str
     detail: str
+    lasts: bool = False
 
     def __str__(self) -> str:
         """`kind: detail`, as the registry is told."""
@@ -306,7 +308,7 @@ def status(head: Mapping[str, str]) -> str:
 def _whose(fault: Fault, entry: FileEntry) -> Fault:
     """A fault of the bytes names the file."""
     named = fault.kind in {"busy", "early"} or fault.detail.startswith(entry.path)
-    return fault if named else Fault(fault.kind, f"{entry.path}: {fault.detail}")
+    return fault if named else replace(fault, detail=f"{entry.path}: {fault.detail}")
 
 
 def refused(head: Mapping[str, str], entry: FileEntry) -> Fault | None:
@@ -320,7 +322,7 @@ def refused(head: Mapping[str, str], entry: FileEntry) -> Fault | None:
     if code == "412":
         return Fault("unfit", f"{entry.path}: its layout in memory is another one")
     if code not in {"200", "204", "206"}:
-        return Fault("dead", f"{entry.path}: answered {code}")
+        return Fault("dead", f"{entry.path}: answered {code}", lasts=code in {"404", "410"})
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -36,12 +37,13 @@ from readyplane_agent.nixl_way import Transport
 from readyplane_agent.pipeline import Pipeline
 from readyplane_agent.ranges import Fault, HttpReader, RangeReader
 from readyplane_agent.source_use import Fetched, SourceUse
-from readyplane_agent.trace import StartTrace
+from readyplane_agent.trace import Span, StartTrace
 
 log = logging.getLogger("agent.loader")
 
 LOCAL_TIERS = (WeightTier.L2_NVME, WeightTier.L3_RACK)
 GIVE_BACK_LIMIT_S = 5.0
+VAIN_SEGMENTS_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class Reading:
         self._layout = layout_digest(arena.manifest)
         self._giving_back: set[asyncio.Task[None]] = set()
         self._numbers = count()
+        self._vain: deque[Span] = deque()  # segments in which nothing came
 
     async def use(
         self, source: Source, gone: threading.Event, *, connections: int = 0
@@ -107,7 +110,7 @@ class Reading:
         place = None
         if source.tier is not WeightTier.L2_NVME:  # the node's own cache needs no place
             place = await self._place(source, use)
-        self._fetched.uses.append(use)
+        self._fetched.add(use)
         if use.fault is None:
             await self._timed(source, use, place, gone, connections)
         if use.fault is not None:
@@ -152,6 +155,10 @@ class Reading:
             finally:
                 use.elapsed_s = self._clock.monotonic_s() - start_s
                 span.detail = use.text()
+        if not use.bytes_read:
+            self._vain.append(span)
+            if len(self._vain) > VAIN_SEGMENTS_MAX:
+                self._trace.forget(self._vain.popleft())
 
     async def _leased(
         self,

@@ -60,7 +60,8 @@ HELP: Mapping[str, str] = {
     "nixl_python": "interpreter in which NIXL can be imported; empty: the agent's own",
     "serving_ttft_s": "time to first token that peers' reading must not endanger; 0: no target",
     "serving_tpot_s": "time per output token that it must not endanger; 0: no slower than without",
-    "fetch_limit_s": "give up fetching weights after this long",
+    "fetch_limit_s": "give up fetching weights after this long, waiting for a source included; sooner "
+    "when their bytes are wrong or missing wherever they are offered",
     "stall_s": "a start without any progress for this long has failed",
     "start_limit_s": "a start that takes longer has failed",
     "drain_deadline_s": "longest drain after SIGTERM",
@@ -72,6 +73,9 @@ HELP: Mapping[str, str] = {
     "ready_file": "JSON written when the worker is ready",
     "ordered_at_s": "CLOCK_MONOTONIC seconds when the order was given",
 }
+
+# Of a default that follows from another setting.
+DEFAULTS_SHOWN = {"cache_dir": "WORK_DIR/../weight-cache"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +151,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSettings:
     )
     for item in fields(AgentSettings):
         flag = "--engine-arg" if item.name == "engine_args" else "--" + item.name.replace("_", "-")
-        default = "required" if item.default is MISSING else f"default: {item.default!s}"
+        shown = DEFAULTS_SHOWN.get(item.name, item.default)
+        default = "required" if item.default is MISSING else f"default: {shown!s}"
         parser.add_argument(
             flag,
             dest=item.name,

@@ -13,6 +13,8 @@ from readyplane_agent.ranges import Fault
 
 # A shorter run of chunks says more about scheduling than about the way they came.
 BANDWIDTH_CHUNKS = 6
+# Of a load that waits long, the latest uses that gave nothing are kept, so many in all.
+USES_MAX = 256
 
 
 @dataclass(slots=True)
@@ -88,6 +90,14 @@ class Fetched:
     uses: list[SourceUse] = field(default_factory=list)
     elapsed_s: float = 0.0
     staging_peak_bytes: int = 0
+
+    def add(self, use: SourceUse) -> None:
+        """One more use begins; the oldest that gave nothing makes room for it."""
+        if len(self.uses) >= USES_MAX:
+            vain = (n for n, old in enumerate(self.uses) if old.fault and not old.bytes_read)
+            if (oldest := next(vain, None)) is not None:
+                del self.uses[oldest]
+        self.uses.append(use)
 
     @property
     def tier(self) -> WeightTier:

@@ -41,6 +41,7 @@ from readyplane_agent.engines.port import EnginePort, EngineSpec
 from readyplane_agent.lifecycle import Event
 from readyplane_agent.loader import Loader
 from readyplane_agent.nixl_way import Transport
+from readyplane_agent.no_source import bounded
 from readyplane_agent.pipeline import staging_share
 from readyplane_agent.proving import RANKS, Proving
 from readyplane_agent.reading import Reader
@@ -206,6 +207,8 @@ class Start:
             await self._give(arena)  # before the plan: whoever plans later can read behind us
             plan = await self._plan(manifest)
             told = [f"{r.source.source_id}: {r.why}" for r in plan.sources[:4]]
+            if not plan.sources:
+                told = [f"no source yet: {text}" for text in bounded(plan.excluded, 4)]
             told = [vouched, *told] if vouched else told
             span.detail = f"{manifest.digest}, {manifest.size_bytes / 1e6:.1f} MB, " + "; ".join(
                 told
@@ -242,7 +245,7 @@ class Start:
         held = await take_held(arena, node=self._s.node, clock=self._clock, trace=self._trace)
         self._loader.fetched.uses += held
         faulting = asyncio.create_task(fault_in(arena, self._trace))
-        loading = asyncio.create_task(self._loader.run(plan.sources))
+        loading = asyncio.create_task(self._loader.run(plan.sources, excluded=plan.excluded))
         try:
             await self._start_engine(manifest, arena, spec, loading)
             self._started.fetched = await loading

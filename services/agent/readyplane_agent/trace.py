@@ -77,11 +77,17 @@ class StartTrace:
             self.begin_s = ordered_at_s
             self.add(SegmentName.SCHEDULE, ordered_at_s, self.process_start_s)
 
-    def add(self, name: SegmentName, start_s: float, end_s: float | None, detail: str = "") -> Span:
+    def add(
+        self, name: SegmentName, start_s: float, end_s: float | None = None, detail: str = ""
+    ) -> Span:
         """A segment measured elsewhere."""
         span = Span(name, start_s, end_s, detail)
         self._spans.append(span)
         return span
+
+    def forget(self, span: Span) -> None:
+        """Take a segment out: of many that say the same the latest are enough."""
+        self._spans = [each for each in self._spans if each is not span]
 
     @contextmanager
     def span(self, name: SegmentName, detail: str | Callable[[], str] = "") -> Iterator[Span]:

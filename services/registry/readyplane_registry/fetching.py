@@ -22,7 +22,7 @@ from readyplane.core.errors import (
     Unavailable,
 )
 from readyplane.core.identity import Manifest, check_digest
-from readyplane.core.startup import WeightTier
+from readyplane.core.startup import NO_BYTES, NOT_WHOLE, WeightTier
 from readyplane.kit.clock import Clock
 from readyplane.ports import (
     FetchPlan,
@@ -240,13 +240,13 @@ class Fetching:
         """The registry's own bytes as a source, or why they are none."""
         url = self._storage_url()
         if not url:
-            return "this registry serves no bytes"
+            return NO_BYTES
         try:
             missing = await self._missing(manifest)
         except Unavailable as error:
             return str(error)
         if missing:
-            return f"its bytes are not whole: {missing}"
+            return f"{NOT_WHOLE}: {missing}"
         return Candidate(
             source_id=self._storage_id,
             tier=self._policy.storage_tier,

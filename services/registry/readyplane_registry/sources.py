@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.chunks import ChunkRanges
-from readyplane.core.startup import WeightTier
+from readyplane.core.startup import OWN_REQUESTS, WeightTier
 from readyplane_registry.fanout import Chain
 from readyplane_registry.rates import (
     DEFAULT_POLICY,
@@ -227,7 +227,7 @@ def _reason_against(
         )
     if headroom(candidate.slo_share, policy) <= 0:
         return (
-            f"its own requests take {candidate.slo_share:.0%} of their TTFT or TPOT target, "
+            f"{OWN_REQUESTS} {candidate.slo_share:.0%} of their TTFT or TPOT target, "
             f"over {policy.slo_share_max:.0%}"
         )
     if candidate.url.startswith(FILES) and candidate.node != target.node:
