@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.store import MemoryStore
 
 from readyplane.core.errors import (
     BytesMissing,
@@ -28,7 +29,9 @@ from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.reading import Reader
 from readyplane_agent.trace import StartTrace
+from readyplane_registry.__main__ import StoreState
 from readyplane_registry.blob_files import FileBlobs
+from readyplane_registry.blob_objects import ObjectBlobs
 from readyplane_registry.blob_removal import FolderRemoval
 from readyplane_registry.collecting import Collected, Collecting
 from readyplane_registry.ingest import Published, publish_directory
@@ -499,3 +502,48 @@ async def test_a_full_disk_is_told_with_the_stores_folder_and_logged(
     monkeypatch.undo()
     assert str(world.blobs.root) in caught.value.remedy
     assert any(str(world.blobs.root) in str(vars(record)) for record in caplog.records)
+
+
+async def test_a_store_that_never_answered_is_told_apart_from_one_that_is_away(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(_sha256: str) -> int:
+        raise Unavailable("s3://b cannot be asked: 403", "give credentials")
+
+    state = StoreState(world.blobs)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.blobs, "length", away)
+        for _ in range(3):
+            await state.ask()
+        assert not state.answered and "403" in state.why
+    await state.ask()
+    assert state.answered and not state.why
+    with monkeypatch.context() as patch:
+        patch.setattr(world.blobs, "length", away)
+        await state.ask()
+    assert state.answered and "403" in state.why
+    said = [r.message for r in caplog.records if r.message == "the byte store cannot be asked"]
+    assert len(said) == 2, "once a change"
+
+
+async def test_b117_a_part_of_an_object_is_replaced_within_one_publication(tmp_path: Path) -> None:
+    objects = MemoryStore()
+    clock = Clock()
+    blobs = ObjectBlobs(objects, name="s3://b", clock=clock, random=lambda: 1.0, signs=False)
+    world = World(tmp_path)
+    registry = RegistryService(
+        store=world.catalog, live=world.live, blobs=blobs, clock=clock, make_id=lambda: "t"
+    )
+
+    async def publish() -> Published:
+        folder = model_folder(tmp_path / "m")
+        return await publish_directory(folder, model="m", registry=registry, sink=blobs)
+
+    first = await publish()
+    for spoilt in (lambda data: data[:50], lambda data: b"x" + data[1:]):
+        name = first.manifest.files[-1].sha256.removeprefix("sha256:")
+        path = f"sha256/{name[:2]}/{name}"
+        data = bytes(objects.get(path).bytes())
+        objects.put(path, spoilt(data))
+        assert (await publish()).digest == first.digest
+        assert bytes(objects.get(path).bytes()) == data

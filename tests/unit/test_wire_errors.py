@@ -25,6 +25,7 @@ EXAMPLES: list[tuple[ReadyplaneError, grpc.StatusCode, int]] = [
     (tree.LostLease("w-1", "inc", "expired 3 s ago"), C.ABORTED, 409),
     (tree.Refused("worker w", ["canary: é", "verify: no"], "look"), C.FAILED_PRECONDITION, 422),
     (tree.IdentityMismatch("pair", ["dtype: a != b"]), C.FAILED_PRECONDITION, 422),
+    (tree.BytesMissing("manifest", ["w: no bytes"], "upload"), C.FAILED_PRECONDITION, 422),
     (tree.NoPair("no ready decode worker", 2.25), C.UNAVAILABLE, 503),
     (tree.NoCompatiblePair("tp: 1 != 2", 30.0), C.UNAVAILABLE, 503),
     (tree.Overloaded("queue is full", 0.5), C.RESOURCE_EXHAUSTED, 429),

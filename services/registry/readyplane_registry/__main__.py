@@ -37,6 +37,7 @@ from readyplane_registry.retention import DAY_S, RetentionPolicy
 from readyplane_registry.service import RegistryService
 
 WATCH_EVERY_S = 5.0
+STORE_ASKED_EVERY_S = 15.0
 OBJECTS_ASKED_EVERY_S = 5.0
 log = logging.getLogger(__name__)
 
@@ -95,22 +96,54 @@ class Settings(ServiceSettings):
         return FileBlobs(folder)
 
 
-async def ask_once(blobs: ByteStore) -> None:
-    """Say at the start, and not with the first upload, that the byte store cannot be reached."""
-    try:
-        await blobs.length("sha256:" + "0" * 64)
-    except Unavailable as error:
-        log.error("the byte store cannot be asked", extra={"why": str(error)})
-    else:
-        log.info("byte store", extra={"store": blobs.name, "tier": str(blobs.tier)})
+class StoreState:
+    """Whether the byte store answers; each change is logged once.
+
+    A store that has never answered (wrong credentials, wrong bucket) makes the registry not ready.
+    One that did, and is away now, leaves it ready: names and peers are answered without it.
+
+    Attributes:
+        why: what it said when it was asked last; empty when it answered.
+        answered: it has, since this process began.
+    """
+
+    def __init__(self, blobs: ByteStore) -> None:
+        self._blobs, self._said = blobs, False
+        self.why, self.answered = "", False
+
+    async def ask(self) -> None:
+        """Ask for a blob that nobody has: an answer is one."""
+        before = self.why
+        try:
+            await self._blobs.length("sha256:" + "0" * 64)
+        except Unavailable as error:
+            self.why = str(error)
+            if not before:
+                log.error("the byte store cannot be asked", extra={"why": self.why})
+            return
+        self.why, self.answered = "", True
+        if before or not self._said:
+            self._said = True
+            store = {"store": self._blobs.name, "tier": str(self._blobs.tier)}
+            log.info("byte store", extra=store)
+
+    async def watch(self, clock: Clock) -> None:
+        """Ask on and on; apart from the readiness, which must not wait for an object store."""
+        while True:
+            await clock.sleep(STORE_ASKED_EVERY_S)
+            await self.ask()
 
 
 async def watch(
-    service: RegistryService, server: ServiceServer, tally: PrometheusTally, clock: Clock
+    service: RegistryService,
+    server: ServiceServer,
+    tally: PrometheusTally,
+    clock: Clock,
+    stored: StoreState,
 ) -> None:
     """Keep the gauges and the readiness: without Postgres nothing new can be answered."""
     while True:
-        why, ok = "", True
+        why, ok = stored.why, stored.answered
         try:
             tally.live(*await service.counts())
         except Unavailable as error:
@@ -133,7 +166,8 @@ async def main(settings: Settings) -> None:
     try:
         await check_eviction(client)
         server = ServiceServer("registry", settings)
-        await ask_once(blobs)
+        stored = StoreState(blobs)
+        await stored.ask()
         if settings.host in {"0.0.0.0", "::"} and not settings.advertise_url:
             log.warning("workers elsewhere cannot reach the byte store: give --advertise-url")
         policy = RegistryPolicy(
@@ -171,7 +205,12 @@ async def main(settings: Settings) -> None:
         server.app.include_router(BlobRoutes(service, blobs, tally).router)
         server.app.include_router(api.routes(service))
         server.add_grpc(lambda grpc_server: rpc.register(grpc_server, service), rpc.FULL_NAME)
-        await server.run([lambda: watch(service, server, tally, clock)])
+        await server.run(
+            [
+                lambda: watch(service, server, tally, clock, stored),
+                lambda: stored.watch(clock),
+            ]
+        )
     finally:
         await client.aclose()
         await engine.dispose()

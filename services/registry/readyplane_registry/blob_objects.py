@@ -26,7 +26,7 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
+from readyplane.core.errors import BytesMissing, InvalidField, ReadyplaneError, Unavailable
 from readyplane.core.identity import FileEntry, Manifest, check_digest
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import Clock
@@ -214,13 +214,11 @@ class ObjectBlobs:
         finally:
             await parts.aclose()
 
-    async def _damaged(self, sha256: str, stored: int, size_bytes: int) -> Unavailable:
+    async def _damaged(self, sha256: str, stored: int, size_bytes: int) -> BytesMissing:
         """An object of another length than its content has cannot have come from here."""
         await self.remove(sha256)
-        return Unavailable(
-            f"{self.name} held {stored} bytes as blob {sha256} of {size_bytes} bytes, removed now",
-            "send it again",
-        )
+        told = f"{self.name} held {stored} bytes of its {size_bytes} bytes, removed now"
+        return BytesMissing(f"blob {sha256}", [told], "send it again")
 
     async def put_file(
         self, sha256: str, path: Path, *, progress: Callable[[int], None] | None = None

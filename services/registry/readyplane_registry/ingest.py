@@ -265,7 +265,10 @@ async def _upload(
 
         async with gate:
             try:
-                await sink.put_file(entry.sha256, paths[entry.path], progress=moved)
+                try:
+                    await sink.put_file(entry.sha256, paths[entry.path], progress=moved)
+                except BytesMissing:  # a part of it stood in its place, and is gone now
+                    await sink.put_file(entry.sha256, paths[entry.path], progress=moved)
             except InvalidField as error:
                 remedy = "the file changed while it was published; publish again"
                 raise InvalidField(str(paths[entry.path]), entry.sha256, remedy) from error
