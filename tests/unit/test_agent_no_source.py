@@ -51,6 +51,7 @@ async def until_told(trace: StartTrace, text: str) -> None:
         ([], set(), [CUT, "peers: not known now, Redis does not answer"], False),
         ([], set(), [CUT, "peer:w1: it is the target itself"], True),
         ([], set(), [CUT, "peer:w3: its own requests take 99% of their target"], False),
+        ([], set(), [CUT, "cache:n2:abc: its files lie on node n2, the target is elsewhere"], True),
         ([SIBLING], set(), [CUT], True),
         ([source("http://x", "peer:w3", worker_id="w3")], set(), [CUT], False),
         ([source("http://x", "rack:1")], set(), [CUT], False),

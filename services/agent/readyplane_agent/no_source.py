@@ -24,6 +24,8 @@ REASONS_MAX = 8
 REASON_CHARS_MAX = 300
 # Unchanged reasons are logged again after this long.
 SAY_AGAIN_S = 30.0
+# How ids of sources begin that workers announce: who is left out of these gives nothing better.
+LIVE = ("peer:", "cache:")
 # Most segments of one load that say what it waited for; after that the last one goes on.
 SEGMENTS_MAX = 8
 _NUMBERS = re.compile(r"[0-9.]+")
@@ -49,7 +51,7 @@ def hopeless(
     """
     seen = bool(wrong)
     for text in excluded:
-        if text.startswith("peer:"):
+        if text.startswith(LIVE):
             if OWN_REQUESTS in text:
                 return False
         elif NOT_WHOLE in text:
