@@ -126,7 +126,7 @@ def test_starts_take_as_long_in_both() -> None:
         sorted(
             (life.pool, life.ready_s - life.allocated_s)
             for life in result.lives
-            if life.ready_s is not None and life.allocated_s < 15.0
+            if life.ready_s is not None and life.allocated_s < 30.0
         )
         for result in (events, fluid)
     ]

@@ -131,7 +131,11 @@ def test_differences_go_both_ways_and_are_sorted() -> None:
     assert told == ["a: 1 != nothing", "b: 2 != 3", "c: nothing != 4"]
 
 
-@given(st.dictionaries(st.sampled_from(FACTORS), st.text(min_size=1).map(known), max_size=8))
+# No system gives a program U+0000 in a variable, an argument or a path.
+SAID = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
+
+
+@given(st.dictionaries(st.sampled_from(FACTORS), SAID.map(known), max_size=8))
 def test_every_table_is_a_manifests_key(more: dict[str, object]) -> None:
     key = compile_key(CompileFacts({**FULL, **more}))  # type: ignore[dict-item]
     document = Manifest(ArtifactKind.COMPILE, "m", (), key=key.factors).document()

@@ -64,7 +64,8 @@ def test_to_another_process(error: ReadyplaneError, code: grpc.StatusCode, http:
 
 
 def test_every_class_of_the_tree_has_an_example() -> None:
-    assert {type(error) for error, _, _ in EXAMPLES} == set(_classes(ReadyplaneError).values())
+    known = [cls for cls in _classes(ReadyplaneError).values() if cls.__module__ == tree.__name__]
+    assert {type(error) for error, _, _ in EXAMPLES} == set(known)
 
 
 @pytest.mark.parametrize("error, code, http", EXAMPLES, ids=IDS)
