@@ -326,8 +326,9 @@ class Loader:
             reading = {s.source_id for s, _ in crowd.running.values()}
             rests = crowd.rests.get(source.source_id, (0.0, 0.0))[0] > now_s
             lies = source.source_id in self._lying
-            # The last chunks hang at one source: another may bring them as well.
-            late = len(reading) == 1 and self._fanout.late
+            # The last chunks hang at one source: another worker may bring them as well. The store
+            # is spared for as long as a peer gives (B125); one that is silent is left.
+            late = len(reading) == 1 and bool(source.worker_id) and self._fanout.late
             if source.source_id in reading or rests or lies:
                 continue
             if not late and self._spared(source, crowd):
