@@ -11,6 +11,7 @@ from readyplane.client.channel import built
 from readyplane.client.lean import LeanChannel
 from readyplane.client.router import RouterClient
 from readyplane.core.errors import ReadyplaneError
+from readyplane.kit.telemetry import tracing_on
 from readyplane.v1 import router_pb2 as pb
 
 _ANSWERS: Mapping[str, Any] = {
@@ -21,7 +22,11 @@ _ANSWERS: Mapping[str, Any] = {
 
 
 class PickingClient(RouterClient):
-    """`readyplane.ports.Router`: Route, RouteBatch and Complete at `picks`, else as `RouterClient`."""
+    """`readyplane.ports.Router`: Route, RouteBatch and Complete at `picks`, else as `RouterClient`.
+
+    While traces are exported everything goes the usual way: the lean port records no spans, and a
+    request is to be one trace from the gateway to the router (R24.2).
+    """
 
     def __init__(self, address: str, token: str = "", *, picks: str, **more: Any) -> None:
         """`picks`: `host:port` of the router's `--pick-port`, several separated by commas. `more`: as
@@ -35,7 +40,7 @@ class PickingClient(RouterClient):
     ) -> Any:
         """See `ServiceClient.call`."""
         answer = _ANSWERS.get(name)
-        if answer is None:
+        if answer is None or tracing_on():
             return await super().call(name, build, timeout_s)
         data = await self._lean.call(
             f"/readyplane.v1.Router/{name}",

@@ -154,7 +154,7 @@ async def test_a_standby_is_proved_waits_and_serves_when_told(
         assert await c.ended("d2") == ExitCode.LEFT
     with capsys.disabled():
         print(f"\nstandby: order to standby {loaded_s:.2f} s, activation {took_s[0]:.2f} s")
-    assert took_s[0] < 0.5 * loaded_s
+    assert took_s[0] < 0.8 * loaded_s  # a whole start of this small model takes two seconds
 
 
 async def test_a_worker_flips_to_the_other_stage_and_back(

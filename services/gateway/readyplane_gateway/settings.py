@@ -29,7 +29,8 @@ class GatewaySettings(ServiceSettings):
     router_picks: str = Field(
         "",
         description="host:port of the router's --pick-port, several separated by commas: routes and "
-        "facts go there, at a fraction of the CPU (pairing grpc; --router is still needed)",
+        "facts go there, at a fraction of the CPU (pairing grpc; --router is still needed, and is "
+        "asked for everything while traces are exported)",
     )
     policy_file: Path | None = Field(
         None, description="router policy as JSON, the same as the routers' (pairing embedded)"
