@@ -171,10 +171,10 @@ class Fanout:
     # ------------------------------------------------------------------- the end of the load
 
     @property
-    def late(self) -> bool:
-        """Whether the last chunks come so slowly that a second source may bring them."""
+    def late_s(self) -> float:
+        """How long the slowest of the last chunks has been asked for, 0 while none is slow."""
         with self._changed:
-            return bool(self._slow())
+            return max((self.now_s() - one.since_s for one in self._slow()), default=0.0)
 
     def beside(self, side: Side, chunk: tuple[str, int]) -> bool:
         """Whether a chunk that was taken is to be brought beside another source."""

@@ -57,6 +57,7 @@ PLACE_TURN_S = 0.05
 STORE_TURN_MAX_S = 1.0
 # So long nothing may come from peers that still load before one more of those behind them reads
 # from the store beside its readers. Each newcomer there is given as long, so often at most.
+STORE_LATE_S = 4.0
 STORE_PATIENCE_S = 4.0
 STORE_PATIENCES_MAX = 8
 
@@ -327,8 +328,9 @@ class Loader:
             rests = crowd.rests.get(source.source_id, (0.0, 0.0))[0] > now_s
             lies = source.source_id in self._lying
             # The last chunks hang at one source: another worker may bring them as well. The store
-            # is spared for as long as a peer gives (B125); one that is silent is left.
-            late = len(reading) == 1 and bool(source.worker_id) and self._fanout.late
+            # is spared (B125) until it is plain that this is no peer with a bound on its rate.
+            after_s = 0.0 if source.worker_id else STORE_LATE_S
+            late = len(reading) == 1 and self._fanout.late_s > after_s
             if source.source_id in reading or rests or lies:
                 continue
             if not late and self._spared(source, crowd):
