@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 import psutil
@@ -129,12 +129,23 @@ async def cluster(
 async def _cluster(
     tmp_path: Path, manifest: Manifest, store: ByteServer, *, peers: bool
 ) -> AsyncIterator[Cluster]:
-    clock = SystemClock()
     registry: Any = TwinRegistry(manifest)
     if peers:
         registry = await real_registry(manifest, store.url.rpartition("/")[0])
     else:
         registry.sources = [source(store.url)]
+    async with running(Cluster, tmp_path, registry, manifest.digest) as world:
+        world.store = store
+        yield world
+
+
+C = TypeVar("C", bound=Cluster)
+
+
+@asynccontextmanager
+async def running(make: type[C], folder: Path, registry: Any, digest: str) -> AsyncIterator[C]:
+    """A router of this process beside a registry on one port; its agents end with it."""
+    clock = SystemClock()
     router = RouterService(
         store=MemoryStore(clock),
         epochs=MemoryEpochs(),
@@ -150,8 +161,8 @@ async def _cluster(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     background = asyncio.create_task(router.run())
-    world = Cluster(tmp_path, router, manifest.digest)
-    world.address, world.store = f"127.0.0.1:{port}", store
+    world = make(folder, router, digest)
+    world.address = f"127.0.0.1:{port}"
     try:
         yield world
     finally:

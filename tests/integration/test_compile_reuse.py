@@ -9,20 +9,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc.aio
 import pytest
 import uvicorn
 
-from readyplane import profiles
 from readyplane.core.identity import ArtifactKind
 from readyplane.core.startup import SegmentName
 from readyplane.core.worker import Worker
 from readyplane.kit.auth import TokenCheck
 from readyplane.kit.clock import SystemClock
 from readyplane.kit.http import make_app
-from readyplane.kit.rpc import OPTIONS, Guard
 from readyplane_lab.up.demo_model import DemoModel, make_demo_model
-from readyplane_registry import rpc as registry_rpc
 from readyplane_registry.blob_files import FileBlobs
 from readyplane_registry.blob_http import BlobRoutes
 from readyplane_registry.fetching import NoTally
@@ -30,11 +26,7 @@ from readyplane_registry.ingest import Facts, publish_directory
 from readyplane_registry.live import MemoryLive
 from readyplane_registry.service import RegistryService
 from readyplane_registry.store import MemoryCatalog
-from readyplane_router import rpc as router_rpc
-from readyplane_router.epochs import MemoryEpochs
-from readyplane_router.service import RouterService
-from readyplane_router.store import MemoryStore
-from tests.integration.agent_cluster import MODEL, Cluster
+from tests.integration.agent_cluster import MODEL, Cluster, running
 
 
 class World(Cluster):
@@ -92,36 +84,15 @@ async def world_of(tmp_path: Path, demo: DemoModel) -> AsyncIterator[World]:
     app.include_router(BlobRoutes(registry, blobs, NoTally()).router)
     web = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     serving = asyncio.create_task(web.serve(sockets=[door]))
-    router = RouterService(
-        store=MemoryStore(clock),
-        epochs=MemoryEpochs(),
-        clock=clock,
-        registry=registry,
-        profiles={name: profiles.load(name) for name in profiles.names()},
-        incarnation="router-1",
-    )
-    await router.start()
-    server = grpc.aio.server(interceptors=[Guard(TokenCheck(""))], options=OPTIONS)
-    registry_rpc.register(server, registry)
-    router_rpc.register(server, router, clock)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     facts = Facts(config=demo.config, canary=demo.canary)
     done = await publish_directory(
         demo.folder, model=MODEL, registry=registry, sink=blobs, facts=facts
     )
-    background = asyncio.create_task(router.run())
-    world = World(tmp_path, router, done.digest)
-    world.registry, world.address = registry, f"127.0.0.1:{port}"
     try:
-        yield world
+        async with running(World, tmp_path, registry, done.digest) as world:
+            world.registry = registry
+            yield world
     finally:
-        for agent in world.agents.values():
-            if agent.returncode is None:
-                agent.kill()
-                await agent.wait()
-        background.cancel()
-        await server.stop(0)
         web.should_exit = True
         await serving
 

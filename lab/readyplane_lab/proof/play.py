@@ -27,8 +27,7 @@ def play_fielded(case: Case, fielded: Fielded, *, mode: str) -> RunResult:
     if mode == "fluid":
         prefill_workers, _ = fielded.initial or case.setting.initial
         arrivals = case.arrivals(prefill_workers)
-        single = bool((arrivals.weight == 1.0).all())
-        step_s = STEP_S if single else case.setting.slo.ttft_s / STREAM_STEPS_A_TTFT
+        step_s = STEP_S if arrivals.single else case.setting.slo.ttft_s / STREAM_STEPS_A_TTFT
         return run_fluid(
             FluidOptions(**_options(case, fielded), block_size=BLOCK_SIZE, step_s=step_s), arrivals
         )
