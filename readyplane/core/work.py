@@ -113,6 +113,16 @@ def reservation_id_of(request_id: str, replaces: str = "") -> str:
     return f"{request_id}.1"
 
 
+def bootstrap_room(*names: str) -> int:
+    """The number under which two engines meet for one request (0 to 2^53-1: a JSON number).
+
+    Args:
+        names: of the reservation and of both incarnations, so that who asks again gets the same,
+            and a pair that takes another's place gets another.
+    """
+    return xxhash.xxh3_64_intdigest("\x1f".join(names).encode()) >> 11
+
+
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as packed little-endian uint32.
 

@@ -14,6 +14,9 @@ from typing import Any
 from readyplane.core.identity import KvFormat
 from readyplane.core.startup import Segment, StartMode, WeightTier
 
+MEETING = "sglang/"
+"""How connectors begin whose engines meet under a bootstrap room: both legs go out at once."""
+
 
 class Role(StrEnum):
     """The stage a worker serves. `BOTH` serves prefill and decode (no hand-over needed)."""
@@ -210,6 +213,13 @@ class Serving:
     mode: StartMode = StartMode.JIT
     flips: bool = False
     moves: bool = False
+
+    @property
+    def bootstrap(self) -> str:
+        """`host:port` where its engine meets a decode engine, whose leg must be sent at the same
+        time; empty where the prefill leg's answer says where the KV is.
+        """
+        return self.kv_side_channel if self.kv.connector.startswith(MEETING) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from readyplane.core.breakdown import ClientSignals, GenerationSignals
 from readyplane.core.kv import KvEventBatch
 from readyplane.core.ration import PrioritySignals, Ration
-from readyplane.core.work import RequestEvent, RequestShape
+from readyplane.core.work import RequestEvent, RequestShape, bootstrap_room
 from readyplane.core.worker import (
     CheckResult,
     Fleet,
@@ -117,13 +117,14 @@ class GateVerdict:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end of a pair."""
+    """One end of a pair. `bootstrap`: see `Serving.bootstrap`."""
 
     worker_id: str
     incarnation: str
     epoch: int
     engine_url: str
     cached_tokens: int = 0
+    bootstrap: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,14 @@ class Pair:
     waited_s: float
     ttl_s: float
     explanation: Mapping[str, Any] | None = None
+
+    @property
+    def bootstrap_room(self) -> int | None:
+        """The number under which both engines meet, for legs that are sent at once; else None."""
+        p, d = self.prefill, self.decode
+        if self.local or not p.bootstrap:
+            return None
+        return bootstrap_room(self.reservation_id, p.incarnation, d.incarnation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -848,11 +848,16 @@ class End(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     ENGINE_URL_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    BOOTSTRAP_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     epoch: builtins.int
     engine_url: builtins.str
     cached_tokens: builtins.int
+    bootstrap: builtins.str
+    """host:port where its engine meets that of the other end; empty where KV parameters come with the
+    answer of the prefill leg. With one, both legs are sent at once (bootstrap_room).
+    """
     def __init__(
         self,
         *,
@@ -861,8 +866,9 @@ class End(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         engine_url: builtins.str = ...,
         cached_tokens: builtins.int = ...,
+        bootstrap: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "engine_url", b"engine_url", "epoch", b"epoch", "incarnation", b"incarnation", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bootstrap", b"bootstrap", "cached_tokens", b"cached_tokens", "engine_url", b"engine_url", "epoch", b"epoch", "incarnation", b"incarnation", "worker_id", b"worker_id"]) -> None: ...
 
 Global___End: typing_extensions.TypeAlias = End
 
@@ -879,6 +885,7 @@ class RouteResponse(google.protobuf.message.Message):
     WAITED_S_FIELD_NUMBER: builtins.int
     TTL_FIELD_NUMBER: builtins.int
     EXPLANATION_JSON_FIELD_NUMBER: builtins.int
+    BOOTSTRAP_ROOM_FIELD_NUMBER: builtins.int
     reservation_id: builtins.str
     local: builtins.bool
     """Both ends are one worker: no hand-over."""
@@ -887,6 +894,10 @@ class RouteResponse(google.protobuf.message.Message):
     waited_s: builtins.float
     explanation_json: builtins.str
     """JSON: cost terms of the pair, alternatives, exclusions with reasons. Only when asked for."""
+    bootstrap_room: builtins.int
+    """Where the prefill end has a bootstrap: under this number both engines meet, 0 to 2^53-1, another
+    one for each pair of a request. Absent where the legs follow each other.
+    """
     @property
     def prefill(self) -> Global___End: ...
     @property
@@ -905,9 +916,11 @@ class RouteResponse(google.protobuf.message.Message):
         waited_s: builtins.float = ...,
         ttl: google.protobuf.duration_pb2.Duration | None = ...,
         explanation_json: builtins.str = ...,
+        bootstrap_room: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["decode", b"decode", "prefill", b"prefill", "ttl", b"ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["decode", b"decode", "explanation_json", b"explanation_json", "local", b"local", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reservation_id", b"reservation_id", "ttl", b"ttl", "waited_s", b"waited_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bootstrap_room", b"_bootstrap_room", "bootstrap_room", b"bootstrap_room", "decode", b"decode", "prefill", b"prefill", "ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bootstrap_room", b"_bootstrap_room", "bootstrap_room", b"bootstrap_room", "decode", b"decode", "explanation_json", b"explanation_json", "local", b"local", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reservation_id", b"reservation_id", "ttl", b"ttl", "waited_s", b"waited_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_bootstrap_room", b"_bootstrap_room"]) -> typing.Literal["bootstrap_room"] | None: ...
 
 Global___RouteResponse: typing_extensions.TypeAlias = RouteResponse
 

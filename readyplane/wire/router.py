@@ -283,6 +283,7 @@ def end_to_proto(end: End) -> pb.End:
         epoch=end.epoch,
         engine_url=end.engine_url,
         cached_tokens=end.cached_tokens,
+        bootstrap=end.bootstrap,
     )
 
 
@@ -294,6 +295,7 @@ def end_from_proto(message: pb.End) -> End:
         message.epoch,
         message.engine_url,
         message.cached_tokens,
+        message.bootstrap,
     )
 
 
@@ -309,6 +311,7 @@ def pair_to_proto(pair: Pair) -> pb.RouteResponse:
         waited_s=pair.waited_s,
         ttl=duration(pair.ttl_s, "ttl"),
         explanation_json=json_of(pair.explanation),
+        bootstrap_room=pair.bootstrap_room,
     )
 
 

@@ -371,6 +371,30 @@ def test_incompatible_workers_are_never_paired_and_the_field_is_named() -> None:
     on_virtual_time(main)
 
 
+def test_engines_that_meet_are_told_where_and_under_which_number() -> None:
+    """Who asks again is told the same; another pair for the same request meets elsewhere."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        kv = KvFormat(DIGEST, connector="sglang/nixl")
+        for name, role, port in (("p0", P, 8998), ("p1", P, 8999), ("d0", D, 0)):
+            at = f"10.0.0.1:{port}" if port else ""
+            await world.worker(router, name, role, serves=serving(kv=kv, kv_side_channel=at))
+        pair = await router.route(shape("r1"))
+        room = pair.bootstrap_room
+        assert pair.prefill.bootstrap in ("10.0.0.1:8998", "10.0.0.1:8999")
+        assert pair.decode.bootstrap == "" and room is not None and 0 <= room < 2**53
+        assert (await router.route(shape("r1"))).bootstrap_room == room
+        await router.complete(events(pair, EventKind.LEG_FAILED, failed_worker_id="p0"))
+        other = await router.route(
+            shape("r1"), replaces=pair.reservation_id, avoid=(pair.prefill.worker_id,)
+        )
+        assert other.prefill.bootstrap != pair.prefill.bootstrap
+        assert other.bootstrap_room not in (None, room)
+
+    on_virtual_time(main)
+
+
 def test_a_failed_leg_gives_everything_back_and_is_paired_anew_elsewhere() -> None:
     """B71, R19.3."""
 

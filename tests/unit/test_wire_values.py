@@ -99,7 +99,7 @@ renewals = st.builds(
 directives = st.builds(
     ports.Directive, texts, maybe(seconds), texts, maybe(st.sampled_from(worker.Role))
 )
-ends = st.builds(ports.End, texts, texts, whole, texts, whole)
+ends = st.builds(ports.End, texts, texts, whole, texts, whole, texts)
 windows = st.builds(ports.LatencyWindow, numbers, whole, numbers, numbers, numbers, numbers)
 row = st.lists(numbers, min_size=len(work.OSL_EDGES), max_size=len(work.OSL_EDGES)).map(tuple)
 tables = st.just(()) | row.map(lambda r: (r,) * len(work.ISL_EDGES))

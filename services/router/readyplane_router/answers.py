@@ -92,12 +92,20 @@ def learn(seat: Seat, used: Use) -> None:
 
 
 def end_of(seat: Seat, cached_tokens: int) -> End:
-    return End(seat.worker_id, seat.incarnation, seat.epoch, seat.engine_url, cached_tokens)
+    return End(
+        seat.worker_id,
+        seat.incarnation,
+        seat.epoch,
+        seat.engine_url,
+        cached_tokens,
+        seat.bootstrap,
+    )
 
 
 def payload_of(pair: Pair) -> str:
     def end(e: End) -> list[Any]:
-        return [e.worker_id, e.incarnation, e.epoch, e.engine_url, e.cached_tokens]
+        told = [e.worker_id, e.incarnation, e.epoch, e.engine_url, e.cached_tokens]
+        return [*told, e.bootstrap] if e.bootstrap else told
 
     return _encode(
         [

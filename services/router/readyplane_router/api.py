@@ -216,6 +216,8 @@ def _pair(pair: Pair) -> dict[str, Any]:
     document = dataclasses.asdict(pair)
     if pair.explanation is None:
         del document["explanation"]
+    if pair.bootstrap_room is not None:
+        document["bootstrap_room"] = pair.bootstrap_room
     return document
 
 

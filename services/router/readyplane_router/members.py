@@ -168,6 +168,7 @@ class Member:
             role=self.offer.role,
             node=self.offer.node,
             engine_url=serving.engine_url,
+            bootstrap=serving.bootstrap,
             kv=serving.kv,
             kv_key=kv_key(serving.kv),
             times=times_of(profile),

@@ -88,6 +88,7 @@ class Seat:
         assigned: requests that still need it, a prefill end until its KV has been read.
         lent: a decode worker that also takes prompts; lent_until_s: what it took must be made up for
             until then, see `pair.lent_s`.
+        bootstrap: where its engine meets another (`Serving.bootstrap`), empty for none.
         last_used: grows with every pick; ties go to the least recent.
     """
 
@@ -129,6 +130,7 @@ class Seat:
     foreign_sequences: int = 0
     foreign_blocks: int = 0
     lent: bool = False
+    bootstrap: str = ""
     lent_until_s: float = 0.0
     last_used: int = 0
 
