@@ -7,9 +7,8 @@ adds lease and group and hands them in. `probes` and `basics` make the measureme
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from readyplane.core import gate_checks as gc
 from readyplane.core.profile import ClassProfile
@@ -21,21 +20,13 @@ from readyplane_agent import basics, probes
 from readyplane_agent.engines.choice import client_of, ordered_kv_tokens
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort
+from readyplane_agent.patience import Patient
 from readyplane_agent.settings import AgentSettings
 
 if TYPE_CHECKING:
     from readyplane_agent.starting import Started
 
 RANKS = 1
-T = TypeVar("T")
-
-
-class Patient(Protocol):
-    """Makes a call, and again while its service is away."""
-
-    async def __call__(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The answer. Raises what the call raises."""
-        ...
 
 
 class Proving:

@@ -1,0 +1,168 @@
+"""The weights of one start: which artifact, whose bytes, in which memory, and the word that they are right.
+
+Owns the questions to the registry, the loader of a start, the last check before an engine may have
+the weights (R10.3), and what the node's cache keeps of them. `starting` says when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+from readyplane.core.errors import IdentityMismatch, InvalidField
+from readyplane.core.identity import Manifest
+from readyplane.kit.clock import Clock
+from readyplane.ports import FetchPlan, Registry
+from readyplane_agent import probes
+from readyplane_agent.arena import Arena
+from readyplane_agent.cache import WeightCache
+from readyplane_agent.engines.layout import arena_layout, tensor_table_document
+from readyplane_agent.engines.port import EngineSpec
+from readyplane_agent.loader import Loader
+from readyplane_agent.nixl_way import Transport
+from readyplane_agent.patience import Patient
+from readyplane_agent.pipeline import staging_share
+from readyplane_agent.proving import RANKS
+from readyplane_agent.reading import Reader
+from readyplane_agent.settings import AgentSettings
+from readyplane_agent.trace import StartTrace
+from readyplane_agent.vouching import refuse_untrusted
+
+log = logging.getLogger("agent.start")
+
+CHECKPOINT_ENGINES = ("vllm",)
+
+
+class Loading:
+    """What a start does about its weights.
+
+    Args:
+        settings, incarnation: who this is. registry: None for an attached engine without one.
+        cache: the node's. patient: how services are asked.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        *,
+        incarnation: str,
+        registry: Registry | None,
+        cache: WeightCache | None,
+        clock: Clock,
+        patient: Patient,
+    ) -> None:
+        self._s, self._incarnation, self._cache = settings, incarnation, cache
+        self._registry_or_none, self._clock, self._patient = registry, clock, patient
+
+    @property
+    def registry(self) -> Registry:
+        """The registry. Raises InvalidField without one."""
+        if self._registry_or_none is None:
+            raise InvalidField("--registry", "", "give the registry's address")
+        return self._registry_or_none
+
+    async def manifest(self) -> Manifest:
+        """What was ordered.
+
+        Raises:
+            IdentityMismatch: the registry has something else under that digest, or of another model.
+        """
+        if not self._s.manifest:
+            return await self._patient(lambda: self.registry.resolve(self._s.model))
+        found = await self._patient(lambda: self.registry.get_manifest(self._s.manifest))
+        if found.digest != self._s.manifest:
+            raise IdentityMismatch(
+                "manifest",
+                [f"digest: {found.digest} != {self._s.manifest}"],
+                "ask the registry's owner",
+            )
+        if found.model != self._s.model:
+            raise IdentityMismatch(
+                "manifest", [f"model: {found.model} != {self._s.model}"], "order the right artifact"
+            )
+        return found
+
+    async def vouched(self, manifest: Manifest) -> str:
+        """Who vouches for it. Raises Refused when nobody does who has to."""
+        return await self._patient(
+            lambda: refuse_untrusted(
+                manifest,
+                registry=self.registry,
+                trust_file=self._s.trust_file,
+                clock=self._clock,
+            )
+        )
+
+    async def plan(self, manifest: Manifest) -> FetchPlan:
+        """Who could give its bytes."""
+        return await self._patient(
+            lambda: self.registry.plan_fetch(
+                manifest.digest,
+                worker_id=self._s.worker_id,
+                incarnation=self._incarnation,
+                node=self._s.node,
+            )
+        )
+
+    def loader(self, arena: Arena, trace: StartTrace) -> Loader:
+        """Brings them into the arena, within this process's share of the node's staging."""
+        manifest = arena.manifest
+        return Loader(
+            arena,
+            registry=self.registry,
+            clock=self._clock,
+            reader=Reader(self._s.worker_id, self._incarnation, self._s.node),
+            trace=trace,
+            cache=self._cache,
+            staging_bytes=staging_share(
+                self._s.staging_bytes,
+                node_bytes=self._s.staging_node_bytes,
+                node_processes=self._s.node_processes,
+                chunk_bytes=min(manifest.chunk_bytes, manifest.size_bytes),
+            ),
+            connections=self._s.read_connections,
+            limit_s=self._s.fetch_limit_s,
+            token=self._s.token,
+            transport=Transport(self._s.transport, self._s.nixl_python),
+        )
+
+    async def verify(self, arena: Arena, spec: EngineSpec) -> None:
+        """Seal, check coverage and rank ownership, and only then let the engine have it (R10.3).
+
+        The engine waits for the tensor table, which is therefore written last.
+        """
+        manifest = arena.manifest
+        arena.seal()
+        missing = await asyncio.to_thread(probes.missing_tensors, arena, ranks=RANKS)
+        if missing:
+            raise IdentityMismatch("weights", missing[:8], "publish the artifact again")
+        if self._s.engine in CHECKPOINT_ENGINES:
+            # These read a folder; until they map the arena themselves the bytes are copied.
+            for entry in manifest.files:
+                if entry.purpose == "weights":
+                    await asyncio.to_thread(
+                        write_whole, self._s.work_dir / "files" / entry.path, arena.view(entry.path)
+                    )
+        table = tensor_table_document(arena_layout(manifest), manifest_digest=manifest.digest)
+        write_whole(spec.tensor_table_path, json.dumps(table).encode())
+
+    async def keep(self, arena: Arena) -> None:
+        """Let the node's cache have the files, if it has not; beside the start."""
+        cache = self._cache
+        if cache is None or cache.holds(arena.manifest):
+            return
+        try:
+            written = await asyncio.to_thread(cache.store, arena)
+            log.info("weight cache: %.1f MB written", written / 1e6)
+        except OSError as error:
+            log.warning("weight cache not written: %s", error)
+
+
+def write_whole(path: Path, data: bytes | memoryview) -> None:
+    """Whole or not at all: whoever sees the name sees all bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.replace(path)
