@@ -55,6 +55,11 @@ GATE_CHECKS: dict[str, tuple[str, ...]] = {
     GROUP: ("group_epoch",),
 }
 
+GRAPH_STAGE = "graph_stage"
+"""Of an upgrade while the worker serves (R14), not of a start: `answers`, each with the tokens that a
+question got `before` and `after`; `shapes` that were captured; `kv_total_blocks` that are left."""
+GRAPH_STAGE_FIELDS = ("answers", "shapes", "kv_total_blocks")
+
 NOT_APPLICABLE = "not_applicable"
 NOT_OFFERED = "not offered"
 NOT_TOLD = "not told"

@@ -18,7 +18,7 @@ OWN_REQUESTS = "its own requests take"
 
 
 class SegmentName(StrEnum):
-    """The segments of R6.1 and the arena's memory, in their usual order."""
+    """The segments of R6.1, the arena's memory and what comes later, in their usual order."""
 
     SCHEDULE = "schedule"
     IMAGE = "image"
@@ -38,6 +38,11 @@ class SegmentName(StrEnum):
     GROUP_BARRIER = "group_barrier"
     CANARY = "canary"
     ROUTER_REGISTRATION = "router_registration"
+    GRAPH_STAGE = "graph_stage"
+
+
+LATER = frozenset({SegmentName.GRAPH_STAGE})
+"""What a worker goes on with once it serves (R14): shown with its start, no part of T_ready."""
 
 
 class WeightTier(StrEnum):
@@ -61,13 +66,17 @@ class StartMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One timed segment; `end_s` is None while it runs; `modelled` when it was only slept."""
+    """One timed segment; `end_s` is None while it runs; `modelled` when it was only slept.
+
+    `saved_s`: what it would have taken, and did not because it was done before (a standby).
+    """
 
     name: SegmentName
     start_s: float
     end_s: float | None
     modelled: bool = False
     detail: str = ""
+    saved_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +105,13 @@ def critical_path(segments: Iterable[Segment], *, start_s: float, end_s: float) 
     """Split the wall time [start_s, end_s] over the segments.
 
     Where segments overlap (pipelining), each instant belongs to the running segment that ends
-    last: the one that everything waits for. Instants that no segment covers are unexplained.
+    last: the one that everything waits for. Instants that no segment covers are unexplained. What
+    comes after T_ready (`LATER`) has no part in it.
     """
     spans = [
         (s.name, max(s.start_s, start_s), min(end_s if s.end_s is None else s.end_s, end_s))
         for s in segments
+        if s.name not in LATER
     ]
     spans = [span for span in spans if span[2] > span[1]]
     cuts = sorted({start_s, end_s, *(s[1] for s in spans), *(s[2] for s in spans)})

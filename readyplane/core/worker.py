@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from readyplane.core.identity import KvFormat
+from readyplane.core.stage import CapacityStage
 from readyplane.core.startup import Segment, StartMode, WeightTier
 
 MEETING = "sglang/"
@@ -47,6 +48,19 @@ class WorkerState(StrEnum):
     GONE = "gone"
 
 
+class Holds(StrEnum):
+    """What a standby holds while it waits.
+
+    WEIGHTS: everything; it passed the gate and serves within a second. PROCESS: an engine process
+    that has imported what it needs, and neither weights nor device memory. ASLEEP: it passed the
+    gate, then gave its device back; its weights lie in host memory.
+    """
+
+    WEIGHTS = "weights"
+    PROCESS = "process"
+    ASLEEP = "asleep"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerOffer:
     """What an agent offers when it asks for a lease: who it is and what it will be.
@@ -65,7 +79,8 @@ class WorkerOffer:
         mode: start mode.
         attached: an engine that was already running and was brought under control.
         convertible: a decode worker that also takes prompts in short chunks; its role is BOTH.
-        standby: it is to pass the gate, and to serve only when activated.
+        standby: it is to pass the gate, and to serve only when activated. holds: what it holds until
+            then.
     """
 
     worker_id: str
@@ -84,6 +99,7 @@ class WorkerOffer:
     attached: bool = False
     convertible: bool = False
     standby: bool = False
+    holds: Holds = Holds.WEIGHTS
 
     @property
     def counts_as(self) -> Role:
@@ -198,6 +214,7 @@ class Serving:
         tier: where the weights came from. mode: how it was started.
         flips: the engine can serve the other stage without a new start.
         moves: it hands a sequence that decodes over to another engine (docs/drain.md).
+        stage: of its capacity profile, where it was started in stages; None for a whole start.
     """
 
     engine_url: str
@@ -213,6 +230,12 @@ class Serving:
     mode: StartMode = StartMode.JIT
     flips: bool = False
     moves: bool = False
+    stage: CapacityStage | None = None
+
+    @property
+    def runs(self) -> StartMode:
+        """How its iterations run now: eagerly until a staged start has got its graphs."""
+        return self.mode if self.stage is None or self.stage.compiled else StartMode.EAGER
 
     @property
     def bootstrap(self) -> str:
@@ -236,6 +259,7 @@ class Worker:
         active: sequences the router assigned and has not seen finish.
         promised_prefill_tokens, promised_kv_blocks: reserved by the router.
         told: what it has been told to do and has not done yet: activate or flip, empty for nothing.
+        holds: of a standby that waits, with what; None of any other.
     """
 
     offer: WorkerOffer
@@ -254,6 +278,7 @@ class Worker:
     promised_prefill_tokens: int = 0
     promised_kv_blocks: int = 0
     told: str = ""
+    holds: Holds | None = None
 
     @property
     def worker_id(self) -> str:

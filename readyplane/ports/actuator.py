@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from readyplane.core.startup import StartMode
-from readyplane.core.worker import (
-    Role,
-)
+from readyplane.core.worker import Holds, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +16,8 @@ class Order:
     Attributes:
         convertible_tpot_s: above 0, a decode worker that also takes prompts in short chunks, between
             iterations that keep this time per output token.
-        standby: loaded and proved, then waiting until the router activates it.
+        standby: it waits until the router activates it; holds: with what.
+        graph_stages: ready with few graphs, more are captured while it serves.
     """
 
     worker_id: str
@@ -32,6 +31,8 @@ class Order:
     node_preference: tuple[str, ...] = ()
     convertible_tpot_s: float = 0.0
     standby: bool = False
+    holds: Holds = Holds.WEIGHTS
+    graph_stages: bool = False
 
 
 @dataclass(frozen=True, slots=True)

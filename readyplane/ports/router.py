@@ -13,6 +13,7 @@ from readyplane.core.work import RequestEvent, RequestShape, bootstrap_room
 from readyplane.core.worker import (
     CheckResult,
     Fleet,
+    Holds,
     Lease,
     LoadReport,
     Role,
@@ -44,6 +45,7 @@ class Renewal:
     Attributes:
         quiet: an answer that says nothing need not come; for whoever renews often and asks for an
             answer well within the ttl all the same.
+        stands_by: of a standby that waits, with what; None while it does not.
     """
 
     worker_id: str
@@ -54,6 +56,7 @@ class Renewal:
     kv_events: tuple[KvEventBatch, ...] = ()
     drained: bool = False
     quiet: bool = False
+    stands_by: Holds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +245,10 @@ class Router(Protocol):
         serving: Serving,
         checks: Sequence[CheckResult],
     ) -> GateVerdict:
-        """Judge the gate evidence; admitted means routable from now on."""
+        """Judge the gate evidence; admitted means routable from now on.
+
+        Of one that serves already only another stage of its capacity profile is judged.
+        """
         ...
 
     async def leave(self, worker_id: str, incarnation: str, epoch: int, *, reason: str) -> None:

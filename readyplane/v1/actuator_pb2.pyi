@@ -34,6 +34,8 @@ class Order(google.protobuf.message.Message):
     NODE_PREFERENCE_FIELD_NUMBER: builtins.int
     CONVERTIBLE_TPOT_S_FIELD_NUMBER: builtins.int
     STANDBY_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
+    GRAPH_STAGES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill, decode or both."""
@@ -50,6 +52,10 @@ class Order(google.protobuf.message.Message):
     """
     standby: builtins.bool
     """Loaded and proved, then waiting until it is activated."""
+    holds: builtins.str
+    """What it holds until then: weights (also when empty), process or asleep."""
+    graph_stages: builtins.bool
+    """Ready with few graphs; more are captured while it serves."""
     @property
     def node_preference(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Wanted nodes, best first; the actuator says why when it takes another."""
@@ -68,8 +74,10 @@ class Order(google.protobuf.message.Message):
         node_preference: collections.abc.Iterable[builtins.str] | None = ...,
         convertible_tpot_s: builtins.float = ...,
         standby: builtins.bool = ...,
+        holds: builtins.str = ...,
+        graph_stages: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["convertible_tpot_s", b"convertible_tpot_s", "generation", b"generation", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node_preference", b"node_preference", "role", b"role", "scale_decision_id", b"scale_decision_id", "standby", b"standby", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["convertible_tpot_s", b"convertible_tpot_s", "generation", b"generation", "graph_stages", b"graph_stages", "holds", b"holds", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node_preference", b"node_preference", "role", b"role", "scale_decision_id", b"scale_decision_id", "standby", b"standby", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Order: typing_extensions.TypeAlias = Order
 

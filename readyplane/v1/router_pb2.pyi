@@ -124,6 +124,7 @@ class SessionRequest(google.protobuf.message.Message):
     DRAINED_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
     QUIET_FIELD_NUMBER: builtins.int
+    STANDS_BY_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     epoch: builtins.int
@@ -135,6 +136,8 @@ class SessionRequest(google.protobuf.message.Message):
     """Answer only if there is something to do. Whoever sets it must ask for an answer well within the
     ttl all the same.
     """
+    stands_by: builtins.str
+    """Of a standby that waits: weights, process or asleep. Empty while it does not wait."""
     @property
     def progress(self) -> readyplane.v1.worker_pb2.StartProgress:
         """Absent fields mean: no news."""
@@ -155,9 +158,10 @@ class SessionRequest(google.protobuf.message.Message):
         drained: builtins.bool = ...,
         number: builtins.int = ...,
         quiet: builtins.bool = ...,
+        stands_by: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["load", b"load", "progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drained", b"drained", "epoch", b"epoch", "incarnation", b"incarnation", "kv_events", b"kv_events", "load", b"load", "number", b"number", "progress", b"progress", "quiet", b"quiet", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drained", b"drained", "epoch", b"epoch", "incarnation", b"incarnation", "kv_events", b"kv_events", "load", b"load", "number", b"number", "progress", b"progress", "quiet", b"quiet", "stands_by", b"stands_by", "worker_id", b"worker_id"]) -> None: ...
 
 Global___SessionRequest: typing_extensions.TypeAlias = SessionRequest
 

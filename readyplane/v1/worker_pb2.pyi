@@ -92,6 +92,7 @@ class WorkerOffer(google.protobuf.message.Message):
     ATTACHED_FIELD_NUMBER: builtins.int
     CONVERTIBLE_FIELD_NUMBER: builtins.int
     STANDBY_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Name given by whoever ordered the worker; unique among the living."""
     incarnation: builtins.str
@@ -114,6 +115,8 @@ class WorkerOffer(google.protobuf.message.Message):
     """A decode worker that also takes prompts in short chunks: role is ROLE_BOTH, its pool decode."""
     standby: builtins.bool
     """It is to pass the gate and then to wait until it is activated."""
+    holds: builtins.str
+    """What it holds until then: weights (also when empty), process or asleep."""
     @property
     def ordered_ago_duration(self) -> google.protobuf.duration_pb2.Duration:
         """Absent when the order time is not known."""
@@ -137,9 +140,10 @@ class WorkerOffer(google.protobuf.message.Message):
         attached: builtins.bool = ...,
         convertible: builtins.bool = ...,
         standby: builtins.bool = ...,
+        holds: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration", "ordered_ago_duration", b"ordered_ago_duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration", "agent_url", b"agent_url", "attached", b"attached", "convertible", b"convertible", "generation", b"generation", "incarnation", b"incarnation", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node", b"node", "ordered_ago_duration", b"ordered_ago_duration", "ranks", b"ranks", "role", b"role", "scale_decision_id", b"scale_decision_id", "standby", b"standby", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration", "agent_url", b"agent_url", "attached", b"attached", "convertible", b"convertible", "generation", b"generation", "holds", b"holds", "incarnation", b"incarnation", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node", b"node", "ordered_ago_duration", b"ordered_ago_duration", "ranks", b"ranks", "role", b"role", "scale_decision_id", b"scale_decision_id", "standby", b"standby", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration"]) -> typing.Literal["ordered_ago_duration"] | None: ...
 
 Global___WorkerOffer: typing_extensions.TypeAlias = WorkerOffer
@@ -183,12 +187,15 @@ class Segment(google.protobuf.message.Message):
     END_S_FIELD_NUMBER: builtins.int
     MODELLED_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
+    SAVED_S_FIELD_NUMBER: builtins.int
     name: builtins.str
     start_s: builtins.float
     end_s: builtins.float
     """Absent while the segment runs."""
     modelled: builtins.bool
     detail: builtins.str
+    saved_s: builtins.float
+    """What it would have taken, and did not because it was done before."""
     def __init__(
         self,
         *,
@@ -197,9 +204,10 @@ class Segment(google.protobuf.message.Message):
         end_s: builtins.float | None = ...,
         modelled: builtins.bool = ...,
         detail: builtins.str = ...,
+        saved_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_end_s", b"_end_s", "end_s", b"end_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_end_s", b"_end_s", "detail", b"detail", "end_s", b"end_s", "modelled", b"modelled", "name", b"name", "start_s", b"start_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_end_s", b"_end_s", "detail", b"detail", "end_s", b"end_s", "modelled", b"modelled", "name", b"name", "saved_s", b"saved_s", "start_s", b"start_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_end_s", b"_end_s"]) -> typing.Literal["end_s"] | None: ...
 
 Global___Segment: typing_extensions.TypeAlias = Segment
@@ -376,6 +384,59 @@ class KvFormat(google.protobuf.message.Message):
 Global___KvFormat: typing_extensions.TypeAlias = KvFormat
 
 @typing.final
+class CapacityStage(google.protobuf.message.Message):
+    """The stage of a worker's capacity profile, where it was started in stages."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: builtins.int
+    PROFILE_FIELD_NUMBER: builtins.int
+    SHAPES_FIELD_NUMBER: builtins.int
+    KV_TOKENS_FIELD_NUMBER: builtins.int
+    GRAPH_BYTES_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    TOOK_S_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    state: builtins.str
+    """first, capturing, checking, complete, rolled_back or unsupported."""
+    profile: builtins.str
+    """Class profile that it refers to."""
+    kv_tokens: builtins.int
+    """KV tokens that requests may use, graph memory taken off."""
+    graph_bytes: builtins.int
+    """Device memory of the graphs; absent where the engine has no account of it."""
+    failure: builtins.str
+    """Why it was rolled back, or cannot be upgraded."""
+    took_s: builtins.float
+    """Seconds from ready to this state."""
+    digest: builtins.str
+    """Identity of what is promised. Output only."""
+    @property
+    def shapes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sequences an iteration for which requests run with graphs."""
+
+    def __init__(
+        self,
+        *,
+        state: builtins.str = ...,
+        profile: builtins.str = ...,
+        shapes: collections.abc.Iterable[builtins.int] | None = ...,
+        kv_tokens: builtins.int = ...,
+        graph_bytes: builtins.int | None = ...,
+        failure: builtins.str = ...,
+        took_s: builtins.float | None = ...,
+        digest: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_graph_bytes", b"_graph_bytes", "_took_s", b"_took_s", "graph_bytes", b"graph_bytes", "took_s", b"took_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_graph_bytes", b"_graph_bytes", "_took_s", b"_took_s", "digest", b"digest", "failure", b"failure", "graph_bytes", b"graph_bytes", "kv_tokens", b"kv_tokens", "profile", b"profile", "shapes", b"shapes", "state", b"state", "took_s", b"took_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_graph_bytes", b"_graph_bytes"]) -> typing.Literal["graph_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_took_s", b"_took_s"]) -> typing.Literal["took_s"] | None: ...
+
+Global___CapacityStage: typing_extensions.TypeAlias = CapacityStage
+
+@typing.final
 class Serving(google.protobuf.message.Message):
     """How a ready worker is reached and what it can hold."""
 
@@ -394,6 +455,7 @@ class Serving(google.protobuf.message.Message):
     MODE_FIELD_NUMBER: builtins.int
     FLIPS_FIELD_NUMBER: builtins.int
     MOVES_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
     engine_url: builtins.str
     kv_total_blocks: builtins.int
     block_size: builtins.int
@@ -410,6 +472,10 @@ class Serving(google.protobuf.message.Message):
     """The engine hands a sequence that decodes over to another, with all that it needs to go on."""
     @property
     def kv(self) -> Global___KvFormat: ...
+    @property
+    def stage(self) -> Global___CapacityStage:
+        """Absent for a worker that was started whole."""
+
     def __init__(
         self,
         *,
@@ -426,9 +492,10 @@ class Serving(google.protobuf.message.Message):
         mode: builtins.str = ...,
         flips: builtins.bool = ...,
         moves: builtins.bool = ...,
+        stage: Global___CapacityStage | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kv", b"kv"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "engine_url", b"engine_url", "flips", b"flips", "kv", b"kv", "kv_side_channel", b"kv_side_channel", "kv_total_blocks", b"kv_total_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "mode", b"mode", "moves", b"moves", "profile", b"profile", "tier", b"tier", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kv", b"kv", "stage", b"stage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "engine_url", b"engine_url", "flips", b"flips", "kv", b"kv", "kv_side_channel", b"kv_side_channel", "kv_total_blocks", b"kv_total_blocks", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "mode", b"mode", "moves", b"moves", "profile", b"profile", "stage", b"stage", "tier", b"tier", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
 
 Global___Serving: typing_extensions.TypeAlias = Serving
 
@@ -454,6 +521,7 @@ class Worker(google.protobuf.message.Message):
     PROMISED_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     PROMISED_KV_BLOCKS_FIELD_NUMBER: builtins.int
     TOLD_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     state: Global___State.ValueType
     drain_reason: builtins.str
@@ -462,6 +530,8 @@ class Worker(google.protobuf.message.Message):
     promised_kv_blocks: builtins.int
     told: builtins.str
     """What it has been told to do and has not done yet: activate or flip, empty for nothing."""
+    holds: builtins.str
+    """Of a standby that waits: weights, process or asleep. Empty of any other."""
     @property
     def offer(self) -> Global___WorkerOffer: ...
     @property
@@ -499,9 +569,10 @@ class Worker(google.protobuf.message.Message):
         promised_prefill_tokens: builtins.int = ...,
         promised_kv_blocks: builtins.int = ...,
         told: builtins.str = ...,
+        holds: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_draining_ago_duration", b"_draining_ago_duration", "_provisioned_ago_duration", b"_provisioned_ago_duration", "_ready_ago_duration", b"_ready_ago_duration", "draining_ago_duration", b"draining_ago_duration", "load", b"load", "offer", b"offer", "progress", b"progress", "provisioned_ago_duration", b"provisioned_ago_duration", "ready_ago_duration", b"ready_ago_duration", "renewed_ago_duration", b"renewed_ago_duration", "serving", b"serving"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draining_ago_duration", b"_draining_ago_duration", "_provisioned_ago_duration", b"_provisioned_ago_duration", "_ready_ago_duration", b"_ready_ago_duration", "active", b"active", "checks", b"checks", "drain_reason", b"drain_reason", "draining_ago_duration", b"draining_ago_duration", "epoch", b"epoch", "load", b"load", "offer", b"offer", "progress", b"progress", "promised_kv_blocks", b"promised_kv_blocks", "promised_prefill_tokens", b"promised_prefill_tokens", "provisioned_ago_duration", b"provisioned_ago_duration", "ready_ago_duration", b"ready_ago_duration", "renewed_ago_duration", b"renewed_ago_duration", "serving", b"serving", "state", b"state", "told", b"told"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_draining_ago_duration", b"_draining_ago_duration", "_provisioned_ago_duration", b"_provisioned_ago_duration", "_ready_ago_duration", b"_ready_ago_duration", "active", b"active", "checks", b"checks", "drain_reason", b"drain_reason", "draining_ago_duration", b"draining_ago_duration", "epoch", b"epoch", "holds", b"holds", "load", b"load", "offer", b"offer", "progress", b"progress", "promised_kv_blocks", b"promised_kv_blocks", "promised_prefill_tokens", b"promised_prefill_tokens", "provisioned_ago_duration", b"provisioned_ago_duration", "ready_ago_duration", b"ready_ago_duration", "renewed_ago_duration", b"renewed_ago_duration", "serving", b"serving", "state", b"state", "told", b"told"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draining_ago_duration", b"_draining_ago_duration"]) -> typing.Literal["draining_ago_duration"] | None: ...
     @typing.overload

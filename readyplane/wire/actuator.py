@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from readyplane.core.startup import StartMode
-from readyplane.core.worker import Role
+from readyplane.core.worker import Holds, Role
 from readyplane.ports import Instance, Order
 from readyplane.v1 import actuator_pb2 as pb
 from readyplane.wire.scalars import enum_of
@@ -23,11 +23,13 @@ def order_to_proto(order: Order) -> pb.Order:
         node_preference=order.node_preference,
         convertible_tpot_s=order.convertible_tpot_s,
         standby=order.standby,
+        holds=order.holds,
+        graph_stages=order.graph_stages,
     )
 
 
 def order_from_proto(message: pb.Order) -> Order:
-    """Message as order. Raises InvalidField for an unknown role or mode."""
+    """Message as order. Raises InvalidField for an unknown role, mode or standby."""
     return Order(
         worker_id=message.worker_id,
         role=enum_of(Role, message.role, "order.role"),
@@ -40,6 +42,8 @@ def order_from_proto(message: pb.Order) -> Order:
         node_preference=tuple(message.node_preference),
         convertible_tpot_s=message.convertible_tpot_s,
         standby=message.standby,
+        holds=enum_of(Holds, message.holds, "order.holds", Holds.WEIGHTS),
+        graph_stages=message.graph_stages,
     )
 
 

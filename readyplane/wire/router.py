@@ -19,6 +19,7 @@ from readyplane.core.work import (
     pack_hashes,
     unpack_hashes,
 )
+from readyplane.core.worker import Holds
 from readyplane.ports import (
     Directive,
     End,
@@ -98,6 +99,7 @@ def renewal_to_proto(renewal: Renewal, *, number: int = 0) -> pb.SessionRequest:
         drained=renewal.drained,
         number=number,
         quiet=renewal.quiet,
+        stands_by="" if renewal.stands_by is None else renewal.stands_by,
     )
 
 
@@ -113,6 +115,7 @@ def renewal_from_proto(message: pb.SessionRequest) -> Renewal:
         kv_events=tuple(kv_event_batch_from_proto(b) for b in message.kv_events),
         drained=message.drained,
         quiet=message.quiet,
+        stands_by=enum_of(Holds, message.stands_by, "stands_by") if message.stands_by else None,
     )
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import KvFormat
+from readyplane.core.stage import CapacityStage, UpgradeState
 from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
 from readyplane.core.worker import (
     CheckResult,
     Fleet,
+    Holds,
     Lease,
     LoadReport,
     Role,
@@ -108,6 +110,7 @@ def worker_offer_to_proto(offer: WorkerOffer) -> pb.WorkerOffer:
         attached=offer.attached,
         convertible=offer.convertible,
         standby=offer.standby,
+        holds=offer.holds,
     )
 
 
@@ -131,6 +134,7 @@ def worker_offer_from_proto(message: pb.WorkerOffer) -> WorkerOffer:
         attached=message.attached,
         convertible=message.convertible,
         standby=message.standby,
+        holds=enum_of(Holds, message.holds, "offer.holds", Holds.WEIGHTS),
     )
 
 
@@ -158,6 +162,7 @@ def segment_to_proto(segment: Segment) -> pb.Segment:
         end_s=segment.end_s,
         modelled=segment.modelled,
         detail=segment.detail,
+        saved_s=segment.saved_s,
     )
 
 
@@ -169,6 +174,7 @@ def segment_from_proto(message: pb.Segment) -> Segment:
         end_s=message.end_s if message.HasField("end_s") else None,
         modelled=message.modelled,
         detail=message.detail,
+        saved_s=message.saved_s,
     )
 
 
@@ -271,6 +277,34 @@ def kv_format_from_proto(message: pb.KvFormat) -> KvFormat:
     )
 
 
+def stage_to_proto(stage: CapacityStage) -> pb.CapacityStage:
+    """Stage as message."""
+    return pb.CapacityStage(
+        state=stage.state,
+        profile=stage.profile,
+        shapes=stage.shapes,
+        kv_tokens=stage.kv_tokens,
+        graph_bytes=stage.graph_bytes,
+        failure=stage.failure,
+        took_s=stage.took_s,
+        digest=stage.digest,
+    )
+
+
+def stage_from_proto(message: pb.CapacityStage) -> CapacityStage:
+    """Message as stage; its digest is worked out anew. Raises InvalidField for an unknown state."""
+    has = message.HasField
+    return CapacityStage(
+        state=enum_of(UpgradeState, message.state, "stage.state"),
+        profile=message.profile,
+        shapes=tuple(message.shapes),
+        kv_tokens=message.kv_tokens,
+        graph_bytes=message.graph_bytes if has("graph_bytes") else None,
+        failure=message.failure,
+        took_s=message.took_s if has("took_s") else None,
+    )
+
+
 def serving_to_proto(serving: Serving) -> pb.Serving:
     """Serving as message."""
     return pb.Serving(
@@ -287,6 +321,7 @@ def serving_to_proto(serving: Serving) -> pb.Serving:
         mode=serving.mode,
         flips=serving.flips,
         moves=serving.moves,
+        stage=None if serving.stage is None else stage_to_proto(serving.stage),
     )
 
 
@@ -306,6 +341,7 @@ def serving_from_proto(message: pb.Serving) -> Serving:
         mode=enum_of(StartMode, message.mode, "serving.mode", StartMode.JIT),
         flips=message.flips,
         moves=message.moves,
+        stage=stage_from_proto(message.stage) if message.HasField("stage") else None,
     )
 
 
@@ -332,6 +368,7 @@ def worker_to_proto(worker: Worker, *, now_s: float) -> pb.Worker:
         promised_prefill_tokens=worker.promised_prefill_tokens,
         promised_kv_blocks=worker.promised_kv_blocks,
         told=worker.told,
+        holds="" if worker.holds is None else worker.holds,
     )
 
 
@@ -360,6 +397,7 @@ def worker_from_proto(message: pb.Worker, *, now_s: float) -> Worker:
         promised_prefill_tokens=message.promised_prefill_tokens,
         promised_kv_blocks=message.promised_kv_blocks,
         told=message.told,
+        holds=enum_of(Holds, message.holds, "worker.holds") if message.holds else None,
     )
 
 

@@ -81,7 +81,8 @@ class Admission:
     def profile(self, serving: Serving, checks: Sequence[CheckResult]) -> ClassProfile | None:
         """The registered profile, registering the one that the evidence carries if it is new.
 
-        A worker that was started eagerly is slower than its class: it is told apart (R13.1).
+        A worker that was started eagerly is slower than its class: it is told apart (R13.1). So is
+        one that has not got its graphs yet (R14.1).
 
         Raises:
             InvalidField: the profile that the evidence carries.
@@ -91,7 +92,7 @@ class Admission:
             offered = gate.offered_profile(checks)
             if offered is not None and offered.name == serving.profile:
                 known = self.profiles[offered.name] = offered
-        if known is not None and serving.mode is StartMode.EAGER:
+        if known is not None and serving.runs is StartMode.EAGER:
             return known.eager
         return known
 

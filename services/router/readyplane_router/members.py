@@ -12,6 +12,7 @@ from readyplane.core.errors import InvalidField
 from readyplane.core.profile import ClassProfile
 from readyplane.core.worker import (
     CheckResult,
+    Holds,
     LoadReport,
     Role,
     Serving,
@@ -40,6 +41,7 @@ class Member:
         moved_s: when its iteration counter last moved (or it had nothing to do).
         leave_at_s: end of its drain deadline.
         told: what it has been told and has not done. words: how many it was told so far.
+        holds: of a standby, with what it waits, as its renewals say.
         asked, asked_s: what made it pass the gate (activate or flip), and since when.
     """
 
@@ -72,6 +74,7 @@ class Member:
     past: tuple[str, ...] = ()
     told: Told | None = None
     words: int = 0
+    holds: Holds | None = None
     asked: str = ""
     asked_s: float | None = None
 
@@ -126,6 +129,7 @@ class Member:
             promised_prefill_tokens=0 if seat is None else seat.prefill_tokens + seat.other_tokens,
             promised_kv_blocks=0 if seat is None else seat.kv_blocks + seat.other_blocks,
             told="" if self.told is None else self.told.kind,
+            holds=self.holds if self.state is WorkerState.STANDBY else None,
         )
 
     def record(self, keeper: str) -> Record:
@@ -148,6 +152,7 @@ class Member:
             told_role="" if self.told is None or self.told.role is None else str(self.told.role),
             told_for_s=0.0 if self.told is None else self.told.until_s - self.told.since_s,
             words=self.words,
+            holds="" if self.holds is None else str(self.holds),
         )
 
     def vitals(self) -> Vitals:

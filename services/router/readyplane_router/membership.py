@@ -19,13 +19,14 @@ from readyplane.core.errors import (
 from readyplane.core.kv import KvEventBatch
 from readyplane.core.worker import (
     CheckResult,
+    Holds,
     Lease,
     Serving,
     WorkerOffer,
     WorkerState,
 )
 from readyplane.ports import GateVerdict, GroupStatus, RankReport, Renewal, RenewalAnswer
-from readyplane_router import gate, group, lease
+from readyplane_router import gate, group, lease, stages
 from readyplane_router.lease import Standing
 from readyplane_router.members import Member, check_offer, new_group
 from readyplane_router.telling import Telling
@@ -140,6 +141,8 @@ class Membership(Telling):
             hits.reported(member.key, renewal.load.cached_tokens_total, now_s=now_s)
         if renewal.drained and not member.drained:
             member.drained = True
+        if member.offer.standby:
+            await self._waits(member, renewal.stands_by, now_s)
         if renewal.kv_events:
             self._kv_events(member, renewal.kv_events, now_s)
         return RenewalAnswer(self._lease(member), self._directives(member, now_s))
@@ -239,11 +242,15 @@ class Membership(Telling):
         serving: Serving,
         checks: Sequence[CheckResult],
     ) -> GateVerdict:
-        """Judge the gate evidence; admitted means routable from now on, or standing by."""
+        """Judge the gate evidence; admitted means routable from now on, or standing by.
+
+        Who serves already changes the stage of its capacity profile with it, and nothing else.
+        """
         member = await self._member(worker_id, incarnation, epoch)
         if member.state in (WorkerState.READY, WorkerState.STALLED):
-            return GateVerdict(admitted=True, checks=member.checks)
-        if member.state is WorkerState.STANDBY and self._stands_by(member):
+            return await self._staged(member, serving, checks)
+        proved = member.serving is not None
+        if proved and member.state is WorkerState.STANDBY and self._stands_by(member):
             return GateVerdict(admitted=True, checks=member.checks, standby=True)
         if member.state is WorkerState.DRAINING:
             return GateVerdict(
@@ -295,6 +302,51 @@ class Membership(Telling):
         self._pump(member.offer.model)
         return GateVerdict(admitted=True, checks=verdict.checks)
 
+    async def _staged(
+        self, member: Member, serving: Serving, checks: Sequence[CheckResult]
+    ) -> GateVerdict:
+        """Another stage of who serves; the same one again changes nothing."""
+        before = member.serving
+        if before is None or serving.stage == before.stage:
+            return GateVerdict(admitted=True, checks=member.checks)
+        reasons = stages.why_not_stage(before, serving, checks)
+        profile = None if reasons else self._admission.profile(serving, checks)
+        if reasons or profile is None:
+            self.counts["stages_refused"] += 1
+            log.warning(
+                "another stage is not believed",
+                extra={"worker": member.offer.worker_id, "reasons": "; ".join(reasons)},
+            )
+            return GateVerdict(False, tuple(reasons) or ("no profile",), tuple(checks))
+        member.checks = stages.judged(member.checks, checks)
+        self._restage(member, serving, profile)
+        self.counts["staged"] += 1
+        await self._tell(member)
+        self._pump(member.offer.model)
+        return GateVerdict(admitted=True, checks=member.checks)
+
+    async def _waits(self, member: Member, holds: Holds | None, now_s: float) -> None:
+        """A standby says with what it waits, or that it waits no more.
+
+        One that holds a process only was judged by nobody: it waits all the same, has no seat, and
+        is judged whole before it gets one. Its group forms when it begins to load.
+        """
+        before = member.holds
+        if holds is before:
+            return
+        if holds is Holds.PROCESS and member.state is WorkerState.PROVISIONED:
+            if not self._stands_by(member):
+                return  # it was told to serve before it waited
+            member.become(WorkerState.STANDBY)
+            self.counts["stood_by"] += 1
+        if before is Holds.PROCESS:
+            member.group = new_group(member.offer, now_s=now_s)
+        if holds is Holds.ASLEEP:  # it may tell nobody that its cache is gone (B92)
+            self._desk(member.offer.model).index.purge(member.key)
+        member.holds = holds
+        self._roster.bump()
+        await self._tell(member)
+
     def _stands_by(self, member: Member) -> bool:
         """Whether it is not to serve yet, now: an activation may come or run out at any moment."""
         told = member.told
@@ -345,7 +397,8 @@ class Membership(Telling):
 
     def _look_at_barrier(self, member: Member, now_s: float) -> None:
         """A rank that is awaited and does not get on fails its generation."""
-        if not member.mine or member.group.state != group.FORMING:
+        waits = member.state is WorkerState.STANDBY and member.holds is Holds.PROCESS
+        if not member.mine or waits or member.group.state != group.FORMING:
             return
         stall_s = self.policy.barrier_stall_s
         member.group = group.overdue(member.group, now_s=now_s, stall_s=stall_s)

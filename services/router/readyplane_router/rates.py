@@ -92,6 +92,11 @@ class Rates:
         for correction in self.classes.values():
             correction.freeze(until_s)
 
+    def beginning(self, profile: str) -> tuple[float, float]:
+        """Factors (prefill, decode) of a worker of which nothing was measured with that profile."""
+        of_class = self.classes.get(profile)
+        return (1.0 if of_class is None else of_class.factor), 1.0
+
     def forget(self, key: str) -> None:
         """A worker is gone."""
         self.workers.pop(key, None)

@@ -18,7 +18,9 @@ from readyplane.core.errors import (
 )
 from readyplane.core.profile import ClassProfile
 from readyplane.core.worker import (
+    Holds,
     Role,
+    Serving,
     Worker,
     WorkerState,
 )
@@ -29,6 +31,7 @@ from readyplane_router.desk import Desk
 from readyplane_router.epochs import Epochs
 from readyplane_router.link import Link
 from readyplane_router.members import Member, new_group
+from readyplane_router.pair import times_of
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.roster import Roster
 from readyplane_router.store import Change, Record, Renew, Store, Vitals
@@ -39,7 +42,7 @@ RESYNC_EVERY_TICKS = 10
 REFILLED_AT_ONCE_MAX = 32
 COUNTED = (
     *("granted", "fenced", "expired", "left", "admitted", "refused", "drain_aborts"),
-    *("stood_by", "activated", "activations_expired", "flipped"),
+    *("stood_by", "activated", "activations_expired", "flipped", "staged", "stages_refused"),
 )
 
 log = logging.getLogger(__name__)
@@ -294,6 +297,8 @@ class Replica:
                 member.serving, member.checks = record.serving, record.checks
                 member.become(WorkerState.STANDBY)
                 self._roster.bump()
+            if not member.mine:
+                member.holds = Holds(record.holds) if record.holds else None
             return
         if record.serving is not None and member.seat is None:
             profile = self._admission.profile(record.serving, record.checks)
@@ -305,6 +310,11 @@ class Replica:
             member.ready_wall_s = record.ready_wall_s
             member.become(WorkerState.READY)
             self._seat(member, profile, now_s)
+        elif record.serving is not None and not member.mine and member.serving != record.serving:
+            profile = self._admission.profile(record.serving, record.checks)
+            if profile is not None:
+                member.checks = record.checks
+                self._restage(member, record.serving, profile)
         if record.state is WorkerState.DRAINING and member.state is not WorkerState.DRAINING:
             self._drain(member, record.drain_reason, record.drain_deadline_s, now_s)
         elif (
@@ -358,11 +368,22 @@ class Replica:
 
     def _seat(self, member: Member, profile: ClassProfile, now_s: float) -> None:
         desk = self._desk(member.offer.model)
-        correction = desk.rates.classes.get(profile.name)
-        seat = member.take_seat(profile, factor=correction.factor if correction else 1.0)
+        factor, _own = desk.rates.beginning(profile.name)
+        seat = member.take_seat(profile, factor=factor)
         desk.seat_worker(seat, now_s=now_s)
         seat.sequences_cap = self._cap(member, now_s)
         self._shut_by_state(member)
+        self._roster.bump()
+
+    def _restage(self, member: Member, serving: Serving, profile: ClassProfile) -> None:
+        """Its seat promises what it is now: other times, other KV. What is promised on it stays."""
+        member.serving = serving
+        if member.seat is not None:
+            rates = self._desk(member.offer.model).rates
+            if member.seat.times.name != profile.name:
+                rates.forget(member.key)  # was measured against the times of the stage before
+            factors = rates.beginning(profile.name)
+            member.seat.promise(times_of(profile), serving.kv_total_blocks, *factors)
         self._roster.bump()
 
     async def _tell(self, member: Member) -> None:

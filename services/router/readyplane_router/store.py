@@ -41,6 +41,7 @@ class Record:
         keeper: the router that holds the worker's session.
         told: what it has been told and has not done, with its reason, role and duration; words:
             how many it was told so far, so that each router hears each once.
+        holds: of a standby that waits, with what.
     """
 
     offer: WorkerOffer
@@ -60,6 +61,7 @@ class Record:
     told_role: str = ""
     told_for_s: float = 0.0
     words: int = 0
+    holds: str = ""
 
 
 @dataclass(frozen=True, slots=True)

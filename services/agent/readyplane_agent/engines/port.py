@@ -65,6 +65,8 @@ class EngineSpec:
         wait_weights: the process may start before the weights are there: it imports and sets up
             what needs no weights, and waits until `tensor_table_path` exists (write it last, by
             rename, when every chunk is verified).
+        graph_stages: ready with few graphs; more are captured afterwards (`offers.StagesGraphs`).
+            An engine that cannot raises Unsupported at `start`.
         extra_args: appended to its command line.
         environment: added to its environment.
     """
@@ -92,6 +94,7 @@ class EngineSpec:
     max_batch_tokens: int = 0
     max_num_seqs: int = 0
     wait_weights: bool = False
+    graph_stages: bool = False
     extra_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 

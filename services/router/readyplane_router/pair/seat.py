@@ -134,6 +134,14 @@ class Seat:
     lent_until_s: float = 0.0
     last_used: int = 0
 
+    def promise(
+        self, times: Times, kv_total_blocks: int, prefill_factor: float, decode_factor: float
+    ) -> None:
+        """From now on it is that fast and holds so much; factors were measured against its times."""
+        if times.name != self.times.name:
+            self.prefill_factor, self.decode_factor = prefill_factor, decode_factor
+        self.times, self.kv_total_blocks = times, kv_total_blocks
+
     def prefill_s(self, isl: float, cached: float = 0) -> float:
         """Seconds that this worker takes for a prompt of which it holds the first `cached` tokens."""
         return self.times.prefill_s(isl - cached, cached) * self.prefill_factor

@@ -315,6 +315,12 @@ class PrefixIndex:
         self._caught_up(worker)
         return True
 
+    def purge(self, key: str) -> None:
+        """It holds nothing any more, whatever it told: its engine went to sleep. Idempotent."""
+        worker = self._workers.get(key)
+        if worker is not None:
+            self._clear(worker)
+
     def suspects(self) -> tuple[str, ...]:
         """Workers whose events have a gap: they must replay."""
         return tuple(k for k, w in self._workers.items() if w.suspect_since_s is not None)
