@@ -85,6 +85,20 @@ class MemoryEngine:
         self.streams: dict[str, int] = {}  # tokens given so far, by `x-request-id`
         self.moved: set[str] = set()
         self.aborts = "freed"  # or told, left_to_expire: what /abort_requests does and says
+        self.rooms: dict[int, set[str]] = {}  # who is there, by room; see `meets`
+        self.cut_off: list[str] = []  # what /abort_request was told
+
+    @property
+    def stage(self) -> str:
+        """`p` or `d`, by its name."""
+        return self.url.removeprefix("http://")[0]
+
+    async def meets(self, room: int) -> None:
+        """As SGLang's engines: each waits for the other one, for ever."""
+        here = self.rooms.setdefault(room, set())
+        here.add(self.stage)
+        while here < {"p", "d"}:
+            await asyncio.sleep(0.001)
 
     def calls(self, path: str = "/v1/") -> list[Seen]:
         return [seen for seen in self.seen if seen.path.startswith(path)]
@@ -143,6 +157,10 @@ class _MemoryTransport(asyncio.Transport):
         if seen.path == "/abort_requests":
             self._abort(body["request_ids"])
             return
+        if seen.path == "/abort_request":
+            engine.cut_off.append(body["rid"])
+            self._raw(200, b"")
+            return
         if seen.path == "/move_out":
             self._move_out(body["request_id"])
             return
@@ -193,10 +211,16 @@ class _MemoryTransport(asyncio.Transport):
     async def _good(self, plan: Plan, seen: Seen) -> None:
         body = seen.body
         params = body.get("kv_transfer_params") or {}
-        usage = {"prompt_tokens": 10, "completion_tokens": plan.tokens, "total_tokens": 99}
+        usage: dict[str, Any] = {"prompt_tokens": 10, "total_tokens": 99}
+        usage["completion_tokens"] = plan.tokens
         if params.get("do_remote_decode"):
             self._prefilled(plan, seen, usage)
             return
+        if "bootstrap_room" in body:
+            await self._engine.meets(body["bootstrap_room"])
+            if self._engine.stage == "p":
+                plan = replace(plan, tokens=1)
+                usage["prompt_tokens_details"] = {"cached_tokens": 4}
         if params.get("do_remote_prefill"):
             self._engine.held.discard(params["remote_request_id"])  # reads by naming it
         if not body.get("stream"):
@@ -428,8 +452,13 @@ class MemoryRouter:
             raise NoPair(f"no ready {stage} worker", 2.0)
         worker = found[turn % len(found)]
         assert worker.serving is not None
+        serving = worker.serving
         return End(
-            worker.worker_id, worker.offer.incarnation, worker.epoch, worker.serving.engine_url
+            worker.worker_id,
+            worker.offer.incarnation,
+            worker.epoch,
+            serving.engine_url,
+            bootstrap=serving.bootstrap,
         )
 
     async def complete(self, events: Sequence[RequestEvent]) -> int:
@@ -541,6 +570,9 @@ class World:
             if w.serving is not None
         }
         self.http.engines, self.http.transports = self.engines, []
+        self.rooms: dict[int, set[str]] = {}
+        for engine in self.engines.values():
+            engine.rooms = self.rooms
         numbers = itertools.count(1)
         self.api = Api(
             self.gateway,

@@ -47,6 +47,14 @@ class ModelFacts:
     failures: tuple[str, ...] = ()
     starting: int = 0
 
+    def tokeniser_urls(self, text_bytes: int) -> list[str]:
+        """Engines to ask for tokens: an engine refuses text beyond its own limit, so those that may
+        (their caches differ) come last; among the others the least busy first.
+        """
+        serving = [w.serving for w in self.tokenisers if w.serving is not None]
+        by_room = sorted(serving, key=lambda s: -min(s.max_model_len, text_bytes))
+        return [s.engine_url for s in by_room]
+
 
 class FleetView:
     """The last snapshot and what is known beside it.

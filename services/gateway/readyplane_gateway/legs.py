@@ -1,7 +1,7 @@
 """The two legs of a request as an engine sees them: what is sent, what came back, who is to blame.
 
 Owns the bodies of the NIXL hand-over (prefill with `do_remote_decode`, its parameters verbatim to
-decode) and the judgement of a leg that failed. A 4xx is the client's fault and passed on, 429 and
+decode) and of two legs that are sent at once (`meeting`), and the judgement of a leg that failed. A 4xx is the client's fault and passed on, 429 and
 503 mean busy, everything else means that the worker failed (B70).
 """
 
@@ -20,11 +20,12 @@ from readyplane.ports import End
 from readyplane_gateway.bounds import Bounds
 from readyplane_gateway.engine_http import EngineHttp, EngineTrouble, Exchange, Trouble
 from readyplane_gateway.openai import Ask, Failure, Kind, failure_of_engine
-from readyplane_gateway.sse import MOVED, Usage
+from readyplane_gateway.sse import MOVED, SseScan, Usage
 from readyplane_gateway.tokens import ClientFault
 
-# How engines say that the KV of a decode leg did not come (vLLM with kv_load_failure_policy=fail).
-_LOST_SOURCE = re.compile(r"kv (load|transfer)|failed to load kv|nixl", re.IGNORECASE)
+# How engines say that the KV of a decode leg did not come (vLLM with kv_load_failure_policy=fail;
+# SGLang: "KVTransferError", "bootstrap failed").
+_LOST_SOURCE = re.compile(r"kv ?(load|transfer)|failed to load kv|nixl|bootstrap", re.IGNORECASE)
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 ERROR_BYTES_MAX = 256 * 1024
 CLIENT_FAULTS = frozenset({400, 413, 422})
@@ -46,8 +47,11 @@ class LegFailed(Exception):
 
     Attributes:
         leg: prefill, decode or local. end: the worker. trouble: for metrics.
-        busy: the worker refused for lack of room, it has not failed.
+        busy: the worker refused for lack of room, it has not failed. cut: it was ended from here,
+            for the other leg had failed.
     """
+
+    cut = False
 
     def __init__(self, leg: str, end: End, trouble: str, why: str, *, busy: bool = False) -> None:
         self.leg, self.end, self.trouble, self.why, self.busy = leg, end, trouble, why, busy
@@ -71,17 +75,20 @@ class LegFailed(Exception):
         return Failure(502, "server_error", "worker_failed", text, retry_after_s=1.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Handover:
     """What a prefill leg gave.
 
     Attributes:
-        params: `kv_transfer_params` byte for byte, empty when the engine gave none.
-        cached_tokens: prompt tokens it did not compute, None when not told.
+        params: `kv_transfer_params` byte for byte, empty when the engine gave none. Of legs that
+            are sent at once: the room in which their engines meet.
+        cached_tokens: prompt tokens it did not compute, None when not told (yet).
+        told: that it is over has been told.
     """
 
     params: bytes
     cached_tokens: int | None
+    told: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +195,16 @@ class Bodies:
             body["min_tokens"] = 1
         return msgspec.json.encode(body)
 
+    def meeting(self, bootstrap: str, room: int, rid: str) -> bytes:
+        """The request itself, the same for both engines, which meet at `bootstrap` (host:port)
+        under the number `room`; `rid` is what they may be asked to abort.
+        """
+        host, _, port = bootstrap.rpartition(":")
+        body = dict(self.shared)
+        body["bootstrap_host"], body["bootstrap_port"] = host.strip("[]"), int(port)
+        body["bootstrap_room"], body["rid"] = room, rid
+        return msgspec.json.encode(self._counted(body))
+
     def decode(self, params: bytes, continuation: bytes = b"") -> bytes:
         """The request itself; `params` empty on a worker that serves both stages, `continuation`
         where another engine has begun it.
@@ -197,10 +214,13 @@ class Bodies:
             body["kv_transfer_params"] = msgspec.Raw(params)
         if continuation:
             body["continuation"] = msgspec.Raw(continuation)
+        return msgspec.json.encode(self._counted(body))
+
+    def _counted(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.ask.stream:
             options = body.get("stream_options") or {}
             body["stream_options"] = {**options, **COUNTED}
-        return msgspec.json.encode(body)
+        return body
 
 
 class Legs:
@@ -251,6 +271,64 @@ class Legs:
             raise LegFailed("prefill", end, "unreadable", "kv_transfer_params is not an object")
         cached = read.usage.cached_tokens if read.usage else None
         return Handover(b"" if params == b"null" else params, cached)
+
+    async def prefill_beside(
+        self, end: End, body: bytes, path: str, *, request_id: str, within_s: float
+    ) -> int | None:
+        """Run a prefill leg beside its decode leg; prompt tokens it did not compute, if told.
+
+        Raises:
+            LegFailed, ClientFault.
+        """
+        try:
+            exchange = await self._engines.open(
+                end.engine_url,
+                path,
+                body,
+                headers=self._headers(request_id),
+                within_s=within_s,
+                doing="prefill beside a decode leg",
+            )
+            with exchange, self._tracked(end, exchange):
+                status = await exchange.head()
+                answer = await exchange.whole(ANSWER_BYTES_MAX)
+        except EngineTrouble as error:
+            raise _failed("prefill", end, error) from error
+        _check(status, answer, "prefill", end)
+        if not answer.startswith(b"data:"):
+            usage = _usage_of(answer)
+            return usage.cached_tokens if usage else None
+        scan = SseScan(keep_last=True)
+        try:
+            scan.feed(answer)
+        except ValueError as error:
+            raise LegFailed("prefill", end, "unreadable", str(error)) from error
+        if scan.error:
+            why = f"it answered with an error ({scan.error[:200].decode(errors='replace')})"
+            raise LegFailed("prefill", end, "engine_error", why)
+        return scan.usage.cached_tokens if scan.usage else None
+
+    async def cut_off(self, end: End, rid: str) -> Abandoned:
+        """Tell an engine that meets others that a request is over (SGLang's `/abort_request`)."""
+        body = msgspec.json.encode({"rid": rid})
+        try:
+            status, _ = await self._told(end, "/abort_request", body, "aborting a request")
+        except EngineTrouble:
+            return Abandoned.UNREACHABLE
+        return Abandoned.TOLD if status == 200 else Abandoned.LEFT_TO_EXPIRE
+
+    async def _told(self, end: End, path: str, body: bytes, doing: str) -> tuple[int, bytes]:
+        """Status and body of a short answer. Raises EngineTrouble."""
+        exchange = await self._engines.open(
+            end.engine_url,
+            path,
+            body,
+            headers=self._headers(""),
+            within_s=self._bounds.connect_s_max,
+            doing=doing,
+        )
+        with exchange:
+            return await exchange.head(), await exchange.whole(ERROR_BYTES_MAX)
 
     async def decode(
         self, leg: str, end: End, body: bytes, path: str, *, request_id: str, within_s: float
@@ -309,18 +387,9 @@ class Legs:
         name = request_id or _held_id(params)
         if not name:
             return Abandoned.LEFT_TO_EXPIRE
+        body = msgspec.json.encode({"request_ids": [name]})
         try:
-            exchange = await self._engines.open(
-                end.engine_url,
-                "/abort_requests",
-                msgspec.json.encode({"request_ids": [name]}),
-                headers=self._headers(""),
-                within_s=self._bounds.connect_s_max,
-                doing="abandoning KV",
-            )
-            with exchange:
-                status = await exchange.head()
-                answer = await exchange.whole(ERROR_BYTES_MAX)
+            status, answer = await self._told(end, "/abort_requests", body, "abandoning KV")
         except EngineTrouble:
             return Abandoned.UNREACHABLE  # its own hold ends it, or it has gone with its KV
         if status != 200:
@@ -375,6 +444,7 @@ class DecodeLeg:
     def __init__(self, legs: Legs, leg: str, end: End, exchange: Exchange, name: str) -> None:
         self.leg, self.end, self.name = leg, end, name
         self._exchange = exchange
+        self._cut = False
         self._tracked = legs._tracked(end, exchange)  # noqa: SLF001 - one module, two halves
 
     def __enter__(self) -> Self:
@@ -385,6 +455,11 @@ class DecodeLeg:
         self._tracked.__exit__()
         self._exchange.close()
 
+    def cut(self, why: str) -> None:
+        """End it from here: the other leg has failed, and nothing will come of this one."""
+        self._cut = True
+        self._exchange.fail(EngineTrouble(Trouble.BROKEN, why))
+
     async def accepted(self) -> None:
         """Wait for a 200. Raises LegFailed, ClientFault."""
         try:
@@ -393,14 +468,14 @@ class DecodeLeg:
                 answer = await self._exchange.whole(ERROR_BYTES_MAX)
                 _check(status, answer, self.leg, self.end)
         except EngineTrouble as error:
-            raise _failed(self.leg, self.end, error) from error
+            raise self._failed(error) from error
 
     async def piece(self) -> bytes:
         """The next bytes, empty at the end. Raises LegFailed."""
         try:
             return await self._exchange.piece()
         except EngineTrouble as error:
-            raise _failed(self.leg, self.end, error) from error
+            raise self._failed(error) from error
 
     async def whole(self) -> tuple[bytes, Usage | None, bool]:
         """An answer that is not streamed, and whether another engine goes on with it.
@@ -414,14 +489,26 @@ class DecodeLeg:
             moved = any(choice.finish_reason == MOVED for choice in read.choices or ())
             return answer, read.usage, moved
         except EngineTrouble as error:
-            raise _failed(self.leg, self.end, error) from error
+            raise self._failed(error) from error
         except msgspec.MsgspecError as error:
             why = f"its answer cannot be read ({error})"
             raise LegFailed(self.leg, self.end, "unreadable", why) from error
 
+    def _failed(self, error: EngineTrouble) -> LegFailed:
+        failed = _failed(self.leg, self.end, error)
+        failed.cut = self._cut
+        return failed
+
     def idle_within(self, bound_s: float) -> None:
         """From now on, silence between two chunks is bounded by this."""
         self._exchange.within(bound_s, "waiting for the next chunk")
+
+
+def _usage_of(answer: bytes) -> Usage | None:
+    try:
+        return _answered.decode(answer).usage
+    except msgspec.MsgspecError:
+        return None
 
 
 def _held_id(params: bytes) -> str:

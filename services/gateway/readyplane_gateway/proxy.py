@@ -35,11 +35,12 @@ from readyplane_gateway.bounds import Bounds
 from readyplane_gateway.engine_http import Trouble
 from readyplane_gateway.fleet import FleetView, ModelFacts, RouterRefuses
 from readyplane_gateway.legs import Bodies, DecodeLeg, Handover, LegFailed, Legs
+from readyplane_gateway.meeting import Meeting
 from readyplane_gateway.metrics import Meters
 from readyplane_gateway.moves import Moves
 from readyplane_gateway.onward import Onward, Way
 from readyplane_gateway.openai import Ask, Failure, check_length, check_size, failure_of
-from readyplane_gateway.pump import Call, Header, Pump, Sink
+from readyplane_gateway.pump import Call, Header, Pump, Sink, pair_headers
 from readyplane_gateway.reporter import Booking, Reporter
 from readyplane_gateway.sse import SseScan
 from readyplane_gateway.tokens import ClientFault, Tokens
@@ -93,6 +94,16 @@ class Proxy:
         self._onward = Onward(
             legs=legs, moves=moves, bounds=bounds, meters=meters, anew=self._anew, later=later
         )
+        self._meeting = Meeting(
+            legs=legs,
+            clock=clock,
+            bounds=bounds,
+            meters=meters,
+            stream=self._stream,
+            whole=self._answer,
+            prefilled=self._prefilled,
+            later=later,
+        )
         self._route_ahead = route_ahead
         self._unreserved: set[asyncio.Future[Pair]] = set()
 
@@ -106,7 +117,7 @@ class Proxy:
         call.stage = "tokenise"
         self._check_size(ask, facts.max_model_len)
         token_ids = await self._tokens.of(
-            ask, partial(_tokeniser_urls, facts, ask), facts.tokenizer
+            ask, partial(facts.tokeniser_urls, ask.text_bytes), facts.tokenizer
         )
         shape = self._shape(ask, call, facts, token_ids)
         call.stage = "route"
@@ -326,9 +337,12 @@ class Proxy:
             if await call.ahead.confirmed() is not booking.pair:
                 raise Refused
             call.ahead = None
-            self._prefilled(booking, handover)
+        self._prefilled(booking, handover)
 
     def _prefilled(self, booking: Booking, handover: Handover) -> None:
+        if handover.told:
+            return
+        handover.told = True
         if not booking.pair.local:
             booking.prefill_done(handover.cached_tokens)
         self._count(booking, handover)
@@ -338,6 +352,8 @@ class Proxy:
         self._meters.handovers.labels("local" if booking.pair.local else how).inc()
 
     async def _legs_of(self, way: Way, booking: Booking) -> Failure | None:
+        if booking.pair.bootstrap_room is not None:
+            return await self._meeting.legs_of(way, booking)
         ask, call, bodies = way.ask, way.call, way.bodies
         handover = await self._prefill(call, booking, bodies)
         pair = booking.pair
@@ -418,6 +434,9 @@ class Proxy:
         pair = booking.pair
         if pair.local:
             return Handover(b"", None)
+        if pair.bootstrap_room is not None:
+            why = "its engine takes no prefill leg without a decode leg beside it"
+            raise LegFailed("prefill", pair.prefill, "meets", why)
         call.stage = "prefill"
         began_s = self._clock.monotonic_s()
         outcome = "failed"
@@ -481,6 +500,7 @@ class Proxy:
             )
 
         if ahead is None:
+            self._prefilled(booking, handover)
             finish()
         else:
             call.ahead = None
@@ -567,16 +587,7 @@ class Proxy:
         self._meters.output_tokens.labels(ask.model).inc(tokens)
 
     def _pair_headers(self, booking: Booking, handover: Handover) -> list[Header]:
-        if not self._show_pair:
-            return []
-        pair = booking.pair
-        how = "local" if pair.local else "kv" if handover.params else "none"
-        return [
-            (b"x-readyplane-prefill", pair.prefill.worker_id.encode("latin-1", "replace")),
-            (b"x-readyplane-decode", pair.decode.worker_id.encode("latin-1", "replace")),
-            (b"x-readyplane-reservation", pair.reservation_id.encode("latin-1", "replace")),
-            (b"x-readyplane-handover", how.encode()),
-        ]
+        return pair_headers(booking.pair, handover) if self._show_pair else []
 
 
 def _detail(error: BaseException) -> str:
@@ -585,12 +596,3 @@ def _detail(error: BaseException) -> str:
     if isinstance(error, ReadyplaneError):
         return failure_of(error).message
     return str(error) or type(error).__name__
-
-
-def _tokeniser_urls(facts: ModelFacts, ask: Ask) -> list[str]:
-    """Engines to ask for tokens: an engine refuses text beyond its own limit, so those that may
-    (their caches differ) come last; among the others the least busy first.
-    """
-    size = ask.text_bytes
-    serving = [w.serving for w in facts.tokenisers if w.serving is not None]
-    return [s.engine_url for s in sorted(serving, key=lambda s: -min(s.max_model_len, size))]

@@ -12,9 +12,10 @@ from typing import Protocol
 
 from readyplane.core.work import Slo
 from readyplane.kit.clock import Clock
+from readyplane.ports import Pair
 from readyplane_gateway.ahead import Unconfirmed
 from readyplane_gateway.bounds import Bounds
-from readyplane_gateway.legs import DecodeLeg, LegFailed
+from readyplane_gateway.legs import DecodeLeg, Handover, LegFailed
 from readyplane_gateway.reporter import Booking
 from readyplane_gateway.sse import SseScan
 
@@ -57,6 +58,17 @@ class Call:
     begun: bool = False
     bookings: list[Booking] = field(default_factory=list)
     ahead: Unconfirmed | None = None
+
+
+def pair_headers(pair: Pair, handover: Handover) -> list[Header]:
+    """Who serves a request, and how the KV came from one worker to the other."""
+    how = "local" if pair.local else "kv" if handover.params else "none"
+    return [
+        (b"x-readyplane-prefill", pair.prefill.worker_id.encode("latin-1", "replace")),
+        (b"x-readyplane-decode", pair.decode.worker_id.encode("latin-1", "replace")),
+        (b"x-readyplane-reservation", pair.reservation_id.encode("latin-1", "replace")),
+        (b"x-readyplane-handover", how.encode()),
+    ]
 
 
 class Pump:
