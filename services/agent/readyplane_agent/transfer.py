@@ -22,6 +22,7 @@ from readyplane_agent.door import Doorway
 from readyplane_agent.http_head import Answer, Request, parse
 from readyplane_agent.nixl_way import GivingWay
 from readyplane_agent.offering import DRAINING, PAUSED, READER, VIA, Offering
+from readyplane_agent.sending import Sending
 
 log = logging.getLogger("agent.transfer")
 
@@ -91,6 +92,7 @@ class TransferServer:
         self.pace = pacing.begin(self.policy, now_s=clock.monotonic_s())
         self.seen = pacing.Foreground()
         self._offering: Offering | None = None
+        self._sending = Sending(clock, threads_max=self._requests_max)
         self._server: asyncio.Server | None = None
         self._doorway = Doorway(self._requests_max + SPARE_CONNECTIONS)
         self._readers: dict[asyncio.Task[None], float] = {}  # when each asked for a chunk last
@@ -183,6 +185,7 @@ class TransferServer:
         if self._server is not None:
             self._server.close()
         await self._doorway.close()
+        self._sending.close()
         if self._offering is not None:
             self._offering.close()
             self._offering = None
@@ -217,6 +220,7 @@ class TransferServer:
         if not self._doorway.enter(task, now_s=self._clock.monotonic_s()):
             writer.close()
             return
+        writer.transport.set_write_buffer_limits(high=0)  # a drain then means: all of it has gone
         try:
             await self._serve(task, reader, writer)
         except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
@@ -354,29 +358,36 @@ class TransferServer:
         if answer.size and not answer.path and not head_only:
             await self._pay_all(answer.size)
         body = b"" if head_only else answer.body
-        writer.write(answer.head(close=request.closes) + body)
+        head = answer.head(close=request.closes)
         if not gives:
+            writer.write(head + body)
             async with asyncio.timeout(SEND_LIMIT_S):
                 await writer.drain()
             return
         self._active += 1
         try:
-            await self._send_file(writer, answer)
+            await self._send_file(writer, head, answer)
         finally:
             self._active -= 1
 
-    async def _send_file(self, writer: asyncio.StreamWriter, answer: Answer) -> None:
+    async def _send_file(
+        self, writer: asyncio.StreamWriter, head: bytes, answer: Answer
+    ) -> None:
         assert self._offering is not None
-        loop = asyncio.get_running_loop()
         file, at, left = self._offering.file, self._offering.at(answer), answer.size
         while left:
             size = await self._paid(left)
-            async with asyncio.timeout(SEND_LIMIT_S):
-                sent = await loop.sendfile(writer.transport, file, at, size)
-            if sent == 0:
-                raise ConnectionResetError("the arena ended early")
-            at, left = at + sent, left - sent
-            self.bytes_served += sent
+            await self._sending.send(
+                writer,
+                file.fileno(),
+                at,
+                size,
+                head=head,
+                limit_s=SEND_LIMIT_S,
+                yielding=self.pace.serving,
+            )
+            head, at, left = b"", at + size, left - size
+            self.bytes_served += size
 
     async def _pay_all(self, size: int) -> None:
         """Bytes that leave another way are paid for before their address is told."""
