@@ -32,6 +32,7 @@ import numpy as np
 
 from bench.transfer_serving import Seen, served, window
 from readyplane.core.identity import (
+    CHUNK_BYTES_DEFAULT,
     ArtifactKind,
     FileEntry,
     Manifest,
@@ -160,7 +161,7 @@ async def child(
 
 async def against_plain(folder: Path, *, size_bytes: int, rounds: int) -> float:
     """Our throughput over that of the faster plain way, median over rounds."""
-    manifest = make_artifact(folder, size_bytes=size_bytes, chunk_bytes=4 * 2**20)
+    manifest = make_artifact(folder, size_bytes=size_bytes, chunk_bytes=CHUNK_BYTES_DEFAULT)
     async with (
         registry(manifest) as address,
         child("source", "s0", folder, address) as source,

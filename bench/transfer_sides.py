@@ -217,7 +217,12 @@ async def source(options: argparse.Namespace, manifest: Manifest) -> None:
 
 
 async def puller(options: argparse.Namespace, manifest: Manifest) -> None:
-    """Load again and again between `on` and `off`."""
+    """Load again and again between `on` and `off`.
+
+    It stands for another machine: receiving and hashing take only the processor time that nobody
+    here wants.
+    """
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     say(ready=True)
     while await read_line() == "on":
         off = asyncio.create_task(read_line())
