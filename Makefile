@@ -9,6 +9,7 @@ COMPOSE := .venv-compose
 DYNOSIM := .venv-dynosim
 PEERS := .venv-peers
 LOADER_PEERS := .venv-loader-peers
+VLLM := .venv-vllm
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 # Two quiet flags: the closing word is pip's errors, not its progress.
@@ -133,7 +134,7 @@ lock: ## Renew the lock files (needs uv on PATH).
 	@tools/lock.sh
 
 clean: ## Remove the environments, the caches and what was built.
-	rm -rf $(VENV) $(GEN) $(COMPOSE) $(DYNOSIM) $(PEERS) $(LOADER_PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GEN) $(COMPOSE) $(DYNOSIM) $(PEERS) $(LOADER_PEERS) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ------------------------------------------------------------------- validity
@@ -190,3 +191,12 @@ bench-loader: setup $(LOADER_PEERS)/stamp ## The agent's loader beside raw reads
 .PHONY: test-gpu
 test-gpu: setup ## The loader's host-to-device stage, where there are a GPU and PyTorch; says so elsewhere.
 	@$(PY) -m tests.gpu.host_to_device $(ARGS)
+
+# ------------------------------------------------------------------------ vllm
+
+.PHONY: vllm-env
+vllm-env: $(VLLM)/stamp ## Make .venv-vllm, a real vLLM on a CPU with the project in it (3.4 GB; docs/vllm.md).
+
+$(VLLM)/stamp: tools/requirements-vllm.txt tools/vllm-env.sh pyproject.toml
+	@tools/vllm-env.sh $(VLLM)
+	@touch $@
