@@ -10,7 +10,7 @@ Once sealed no process can change a byte of it, not even the agent (B126).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 from readyplane.core.errors import InvalidField
@@ -34,10 +34,12 @@ class Arena:
         size_bytes: length of the memory file. offsets: file path -> its first byte.
         chunks: (file path, place in it) of every chunk, in the manifest's order (`core.chunks`).
         progress: a byte for each of them: `MISSING`, `COMING` or `VERIFIED`.
+        whole_files: whether the memory holds the files as they are, so that peers can read there.
         tell_whole: announces that all of it can be had here; called before the load gives its
             places back, since in between others would see one that loads from nobody.
     """
 
+    whole_files = True
     tell_whole: Callable[[], Awaitable[object]] | None = None
 
     def __init__(
@@ -119,6 +121,25 @@ class Arena:
         at = self.offsets[path]
         return self.memory.view[at : at + self._entries[path].size_bytes]
 
+    def header(self, path: str) -> memoryview:
+        """The first bytes of a weight file, at least up to its first tensor."""
+        return self.view(path)
+
+    def pieces(self, path: str, size_bytes: int) -> Iterator[memoryview]:
+        """The bytes of a whole file, in pieces of at most so many.
+
+        Raises:
+            IdentityMismatch: memory that does not hold files as they are lost some.
+        """
+        view = self.view(path)
+        for start in range(0, len(view), size_bytes):
+            yield view[start : start + size_bytes]
+
+    @property
+    def memories(self) -> tuple[tuple[ArenaMemory, int], ...]:
+        """All memory files, and how much of each is used."""
+        return ((self.memory, self.size_bytes),)
+
     def mark(self, path: str, index: int) -> None:
         """A chunk's bytes were verified in place."""
         self.progress[self._numbers[path, index]] = VERIFIED
@@ -185,13 +206,10 @@ def _places(manifest: Manifest) -> tuple[Mapping[str, int], int]:
 async def prefault(arena: Arena, *, stop: Callable[[], bool] = lambda: False) -> float:
     """Fault the arena's pages in ahead of the loader, in file order; returns the bytes done."""
     done = 0
-    for start in _pieces(arena.size_bytes):
-        size = min(PREFAULT_BYTES, arena.size_bytes - start)
-        if stop() or not await asyncio.to_thread(arena.prefault, start, size):
-            break
-        done += size
+    for memory, size_bytes in arena.memories:
+        for start in range(0, size_bytes, PREFAULT_BYTES):
+            size = min(PREFAULT_BYTES, size_bytes - start)
+            if stop() or not await asyncio.to_thread(memory.prefault, start, size):
+                return float(done)
+            done += size
     return float(done)
-
-
-def _pieces(size_bytes: int) -> Iterable[int]:
-    return range(0, size_bytes, PREFAULT_BYTES)

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from readyplane.core.errors import IdentityMismatch
 from readyplane.core.identity import FileEntry, Manifest
 from readyplane_agent.arena import Arena
 
@@ -73,8 +74,8 @@ class WeightCache:
     def store(self, arena: Arena) -> int:
         """Publish the verified files of a sealed arena; returns the bytes written.
 
-        Blocking: call it in a thread. Raises OSError (disk full, read-only folder); nothing is
-        left under a final name then.
+        Blocking: call it in a thread. Raises OSError (disk full, read-only folder) and
+        IdentityMismatch (`Arena.pieces`); nothing is left under a final name then.
         """
         wanted = [e for e in arena.manifest.files if not self._present(e)]
         size = sum(entry.size_bytes for entry in wanted)
@@ -90,17 +91,17 @@ class WeightCache:
                 if not mine:
                     others.append(entry)
                 elif not self._present(entry):
-                    written += self._write(entry, arena.view(entry.path))
+                    written += self._write(entry, arena)
         for entry in others:
-            written += self._after_another(entry, arena.view(entry.path))
+            written += self._after_another(entry, arena)
         return written
 
-    def _after_another(self, entry: FileEntry, data: memoryview) -> int:
+    def _after_another(self, entry: FileEntry, arena: Arena) -> int:
         """Somebody else was writing it: theirs will do, or ours if they came to nothing."""
         for _ in range(int(WRITER_WAIT_S / WRITER_POLL_S)):
             with self._lock(entry) as mine:
                 if mine:
-                    return 0 if self._present(entry) else self._write(entry, data)
+                    return 0 if self._present(entry) else self._write(entry, arena)
             time.sleep(WRITER_POLL_S)
         log.warning("weight cache: %s is still being written by another", self.locate(entry).name)
         return 0
@@ -139,7 +140,7 @@ class WeightCache:
         finally:
             os.close(fd)  # gives the lock back, as the end of a killed process does
 
-    def _write(self, entry: FileEntry, data: memoryview) -> int:
+    def _write(self, entry: FileEntry, arena: Arena) -> int:
         # Under the lock the part file of a killed writer is ours to remove.
         final = self.locate(entry)
         part = final.with_name(final.name + PART)
@@ -148,12 +149,13 @@ class WeightCache:
         try:
             with contextlib.suppress(OSError):
                 # Counted whole from now on, and a full disk is met at once; some cannot.
-                os.posix_fallocate(fd, 0, len(data))
-            done = 0
-            while done < len(data):
-                done += os.write(fd, data[done : done + PIECE_BYTES])
+                os.posix_fallocate(fd, 0, entry.size_bytes)
+            for piece in arena.pieces(entry.path, PIECE_BYTES):
+                done = 0
+                while done < len(piece):
+                    done += os.write(fd, piece[done:])
             os.fsync(fd)
-        except OSError:
+        except (OSError, IdentityMismatch):
             part.unlink(missing_ok=True)
             raise
         finally:
@@ -166,7 +168,7 @@ class WeightCache:
             part.unlink(missing_ok=True)
             raise
         self._sync_folder()
-        return len(data)
+        return entry.size_bytes
 
     def _sync_folder(self) -> None:
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -24,6 +24,8 @@ from readyplane_agent.arena import Arena
 from readyplane_agent.engines.exchange import EngineFailed
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort, GenerateResult
+from readyplane_agent.group_arena import GroupArena
+from readyplane_agent.group_plan import uncovered
 
 PROBE_LIMIT_S = 60.0
 PEERS_MAX = 2
@@ -74,9 +76,20 @@ def loaded_checks(arena: Arena, *, tokenizer_digest: str, ranks: int) -> list[Ch
                 "tensors_expected": len(manifest.tensors),
                 "missing": missing,
                 "ranks": ranks,
+                **_held_by_ranks(arena),
             },
         ),
     ]
+
+
+def _held_by_ranks(arena: Arena) -> dict[str, Any]:
+    """How many tensors and bytes each rank's memory holds; nothing for a worker of one rank."""
+    if not isinstance(arena, GroupArena):
+        return {}
+    return {
+        "rank_tensors": [len(rank.plan.placements) for rank in arena.ranks],
+        "rank_bytes": [rank.placed_bytes for rank in arena.ranks],
+    }
 
 
 def missing_tensors(arena: Arena, *, ranks: int) -> list[str]:
@@ -84,17 +97,24 @@ def missing_tensors(arena: Arena, *, ranks: int) -> list[str]:
 
     The header of each safetensors file, as loaded, must name exactly the manifest's tensors of
     that file with the same dtype, shape and place (B128); other formats have no header to ask.
+    Of several ranks the parts that each has in its memory must be every tensor, once.
     """
     wrong: set[str] = set()
     for tensor in arena.manifest.tensors:
         if tensor.ranks and not any(0 <= rank < ranks for rank in tensor.ranks):
             wrong.add(f"{tensor.name} (no rank of {ranks} owns it)")
+    if isinstance(arena, GroupArena):
+        wrong.update(uncovered(arena.manifest, [rank.plan for rank in arena.ranks]))
+        if len(arena.ranks) != ranks:
+            wrong.add(f"all tensors ({len(arena.ranks)} ranks have memory, {ranks} are started)")
     for entry in arena.manifest.files:
         if not entry.path.endswith(".safetensors"):
             continue
         listed = {t.name: t for t in arena.manifest.tensors if t.file == entry.path}
         try:
-            held = safetensors_table(arena.view(entry.path), file=entry.path)
+            held = safetensors_table(
+                arena.header(entry.path), file=entry.path, size_bytes=entry.size_bytes
+            )
         except InvalidField as error:
             wrong.update(f"{name} ({error})" for name in listed)
             continue
@@ -108,18 +128,22 @@ def missing_tensors(arena: Arena, *, ranks: int) -> list[str]:
 
 
 def safetensors_table(
-    data: memoryview, *, file: str = "safetensors"
+    data: memoryview, *, file: str = "safetensors", size_bytes: int | None = None
 ) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """By name: (dtype, shape, offset in the file, size) of a safetensors file (B128, B133, B134).
+
+    Args:
+        data: the file, or its beginning. size_bytes: of the whole file, where that is less.
 
     Raises:
         InvalidField: names the file, and the tensor where it is one; see `core.safetensors`.
     """
-    length = header_bytes(bytes(data[:PREFIX_BYTES]), size_bytes=len(data), file=file)
+    size_bytes = len(data) if size_bytes is None else size_bytes
+    length = header_bytes(bytes(data[:PREFIX_BYTES]), size_bytes=size_bytes, file=file)
     header = bytes(data[PREFIX_BYTES : PREFIX_BYTES + length])
     return {
         t.name: (t.dtype, t.shape, t.offset_bytes, t.size_bytes)
-        for t in tensors_of(header, size_bytes=len(data), file=file)
+        for t in tensors_of(header, size_bytes=size_bytes, file=file)
     }
 
 

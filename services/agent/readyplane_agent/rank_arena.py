@@ -52,7 +52,7 @@ class RankArena(Arena):
         super().__init__(manifest, memory, places=(dict(plan.file_offsets), plan.size_bytes))
         self.plan = plan
         self._missing = set(plan.chunks)
-        self._buffers = _Buffers(manifest.chunk_bytes, poison=poison)
+        self._buffers = Buffers(manifest.chunk_bytes, poison=poison)
         self._by_file: dict[str, list[Placement]] = {}
         for placed in plan.placements:
             self._by_file.setdefault(placed.tensor.file, []).append(placed)
@@ -91,17 +91,18 @@ class RankArena(Arena):
         self._buffers.give((path, index))
 
 
-def place(placed: Placement, chunk_start: int, data: memoryview, arena: memoryview) -> None:
+def place(placed: Placement, chunk_start: int, data: memoryview, arena: memoryview) -> int:
     """Copy what a verified chunk holds of a tensor's part to its final address.
 
     Args:
         chunk_start: offset of `data` in the tensor's file. arena: writable, whole.
+
+    Returns the bytes that were written.
     """
     tensor = placed.tensor
-    low = max(chunk_start, tensor.offset_bytes)
-    high = min(chunk_start + len(data), tensor.offset_bytes + tensor.size_bytes)
-    if low >= high or not placed.size_bytes:
-        return
+    low, high = _shared(placed, chunk_start, len(data))
+    if low >= high:
+        return 0
     if placed.dtype == tensor.dtype:
         # Byte for byte: a chunk may end inside an element.
         kind, cast, unit = "u1", None, DTYPE_BYTES[tensor.dtype]
@@ -111,13 +112,43 @@ def place(placed: Placement, chunk_start: int, data: memoryview, arena: memoryvi
     out_kind = kind if cast is None else STORED[placed.dtype]
     out = np.frombuffer(arena[placed.offset_bytes :][: placed.size_bytes], out_kind)
     first = (low - tensor.offset_bytes) // held.itemsize
+    done = 0
     for source, target in _parts(placed, unit, first, held, out):
+        done += target.nbytes
         if cast is None:
             np.copyto(target, source)
             continue
         step = max(1, CAST_BYTES // (16 * max(1, source[0].size)))
         for at in range(0, len(source), step):
             target[at : at + step] = cast(source[at : at + step])
+    return done
+
+
+def lift(placed: Placement, start: int, into: memoryview, arena: memoryview) -> None:
+    """The way back: write what a part holds of a piece of the tensor's file to its place there.
+
+    Args:
+        start: offset of `into` in the file. arena: whole; the part lies there uncast.
+    """
+    tensor = placed.tensor
+    if placed.dtype != tensor.dtype:
+        raise InvalidField(tensor.name, placed.dtype, "keep the type of a part that is given back")
+    low, high = _shared(placed, start, len(into))
+    if low >= high:
+        return
+    held = np.frombuffer(into[low - start : high - start], "u1")
+    out = np.frombuffer(arena[placed.offset_bytes :][: placed.size_bytes], "u1")
+    unit, first = DTYPE_BYTES[tensor.dtype], low - tensor.offset_bytes
+    for target, source in _parts(placed, unit, first, held, out):
+        np.copyto(target, source)
+
+
+def _shared(placed: Placement, start: int, size_bytes: int) -> tuple[int, int]:
+    """[low, high) of the file in which a piece and the tensor meet; empty for an empty part."""
+    tensor = placed.tensor
+    low = max(start, tensor.offset_bytes)
+    high = min(start + size_bytes, tensor.offset_bytes + tensor.size_bytes)
+    return (low, high) if placed.size_bytes else (low, low)
 
 
 def _parts(
@@ -147,7 +178,7 @@ def _parts(
             yield held[low - first : high - first], out[at : at + high - low]
 
 
-class _Buffers:
+class Buffers:
     """Buffers of one chunk each, on huge pages: a direct read into small ones takes twice as long."""
 
     def __init__(self, chunk_bytes: int, *, poison: bool) -> None:

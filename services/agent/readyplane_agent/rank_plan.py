@@ -103,12 +103,14 @@ def plan_rank(
     tp: int,
     rules: Sequence[SplitRule] = (),
     dtypes: Mapping[str, str] | None = None,
+    small_files: bool = True,
 ) -> RankPlan:
     """The plan of one rank.
 
     Args:
         rank: from 0. tp: size of the group. rules: the first that matches counts; without one a
             tensor is whole on every rank. dtypes: type in the artifact -> type in the arena.
+        small_files: whether the rank's memory holds the files that are no weights, too.
 
     Raises:
         InvalidField: names the tensor that cannot be divided or cast, and why.
@@ -126,7 +128,7 @@ def plan_rank(
     offsets: dict[str, int] = {}
     end = _up(end, ARENA_ALIGN_BYTES)
     for entry in manifest.files:
-        if entry.purpose != "weights":
+        if entry.purpose != "weights" and small_files:
             offsets[entry.path] = end
             end = _up(end + entry.size_bytes, ARENA_ALIGN_BYTES)
     wanted = {
