@@ -270,7 +270,9 @@ async def test_segments_real_and_modelled_and_the_compile_cache(
         segments(), segments("--max-num-seqs", "7"), segments(mode=StartMode.EAGER)
     )
     assert {n for n, s in cold.items() if s.modelled} == {"parallel_init", "compile", "cuda_graph"}
-    assert {n for n, s in cold.items() if not s.modelled} == {"runtime_import", "host_to_device"}
+    real = {"runtime_import", "host_to_device", "warmup"}
+    assert {n for n, s in cold.items() if not s.modelled} == real
+    assert cold["warmup"].detail == "until it answered"
     assert cold["compile"].detail == "cache=miss:absent"
     assert warm["compile"].detail == "cache=hit"
     assert other["compile"].detail == "cache=miss:max_num_seqs"  # the differing field (R12.2)
@@ -284,7 +286,7 @@ async def test_segments_real_and_modelled_and_the_compile_cache(
             assert before.end_s is not None and before.end_s <= after.start_s
         span = ordered[-1].end_s - ordered[0].start_s  # type: ignore[operator]
         covered = sum(s.end_s - s.start_s for s in ordered if s.end_s is not None)
-        assert covered > 0.75 * span
+        assert covered > 0.98 * span
 
 
 async def test_it_waits_for_weights_that_are_still_coming(factory: ModelledFactory) -> None:

@@ -14,7 +14,7 @@ from readyplane.core.worker import Role
 from readyplane.kit.clock import SystemClock
 from readyplane_agent import spans
 from readyplane_agent.settings import AgentSettings
-from readyplane_agent.trace import StartTrace
+from readyplane_agent.trace import SEAM_S_MAX, StartTrace
 
 
 class Ticking:
@@ -46,6 +46,30 @@ def test_the_process_start_is_on_the_monotonic_clock() -> None:
         found = float(child.communicate(timeout=30)[0])
     tick_s = 0.01
     assert before_s - 2 * tick_s <= found <= spawned_s + 2 * tick_s
+
+
+def test_a_step_that_follows_has_what_leads_to_it_and_no_more() -> None:
+    clock = Ticking()
+    trace = StartTrace(clock, process_start_s=10.0)
+    with trace.span(SegmentName.VERIFY, follows=True) as first:
+        clock.now_s = 11.0
+    assert first.start_s == 10.0  # nothing went before it
+    clock.now_s = 11.2
+    with trace.span(SegmentName.CANARY, follows=True) as second:
+        clock.now_s = 12.0
+    assert second.start_s == 11.0
+    clock.now_s = 12.3
+    with trace.span(SegmentName.GROUP_BARRIER) as plain:
+        clock.now_s = 13.0
+        with trace.span(SegmentName.WARMUP, follows=True) as beside:
+            clock.now_s = 13.5
+    assert (plain.start_s, beside.start_s) == (12.3, 13.0)  # one runs: nothing is idle
+    clock.now_s += SEAM_S_MAX + 0.01
+    with trace.span(SegmentName.ROUTER_REGISTRATION, follows=True) as late:
+        pass
+    assert late.start_s == clock.now_s  # longer than any preparation: unexplained
+    path = critical_path(trace.segments(), start_s=10.0, end_s=clock.now_s)
+    assert path.unexplained_s == pytest.approx(0.3 + SEAM_S_MAX + 0.01)
 
 
 def test_an_order_comes_before_its_process() -> None:

@@ -193,8 +193,8 @@ class Life:
         return await self._close(end)
 
     async def _come_up(self) -> None:
-        await self.transfer.start()
         with self.trace.span(SegmentName.ROUTER_REGISTRATION, "lease"):
+            await self.transfer.start()  # whoever grants the lease is told its address
             await self.session.register(limit_s=self.settings.start_limit_s)
         self._tell(Event.LEASE_GRANTED)
         log.info("lease: epoch %d, ttl %.1f s", self.session.epoch, self._lease().ttl_s)

@@ -77,7 +77,7 @@ async def take_held(
 
 async def fault_in(arena: Arena, trace: StartTrace) -> None:
     """Fault the arena's pages in ahead of the loader; a segment of its own."""
-    with trace.span(SegmentName.ARENA_PREFAULT) as span:
+    with trace.span(SegmentName.ARENA_PREFAULT, follows=True) as span:
         span.detail = arena.memory.faulted.text
         await prefault(arena, stop=lambda: arena.complete)
         span.detail = arena.memory.faulted.text()

@@ -190,7 +190,7 @@ class Start:
     # ----------------------------------------------------------------------- weights
 
     async def _load(self) -> None:
-        with self._trace.span(SegmentName.ARTIFACT_DISCOVERY) as span:
+        with self._trace.span(SegmentName.ARTIFACT_DISCOVERY, follows=True) as span:
             manifest, _ = await asyncio.gather(
                 self._loading.manifest(), self._barrier.passed("scheduled")
             )
@@ -219,17 +219,17 @@ class Start:
                 profile=self._profile,
                 compiles=self._cache is not None,
             )
-        if self._cache is not None:
-            self._started.reuse = Reuse(
-                self._s,
-                self._cache.folder,
-                registry=self._loading.registry,
-                clock=self._clock,
-                incarnation=self._incarnation,
-                upload=upload_url(plan, manifest.digest),
-            )
+            if self._cache is not None:
+                self._started.reuse = Reuse(
+                    self._s,
+                    self._cache.folder,
+                    registry=self._loading.registry,
+                    clock=self._clock,
+                    incarnation=self._incarnation,
+                    upload=upload_url(plan, manifest.digest),
+                )
+            self._loader = self._loading.loader(arena, self._trace)
         self._tell(Event.SOURCES_PLANNED)
-        self._loader = self._loading.loader(arena, self._trace)
         held = await take_held(arena, node=self._s.node, clock=self._clock, trace=self._trace)
         self._loader.fetched.uses += held
         faulting = asyncio.create_task(fault_in(arena, self._trace))
@@ -240,7 +240,7 @@ class Start:
         finally:
             self._loader.stop()
             await asyncio.wait([faulting, loading])
-        with self._trace.span(SegmentName.VERIFY) as span:
+        with self._trace.span(SegmentName.VERIFY, follows=True) as span:
             await self._loading.verify(arena, spec)
             chunks = sum(len(entry.chunks) for entry in manifest.files)
             span.detail = f"{chunks} chunks, {len(manifest.tensors)} tensors"
@@ -306,7 +306,7 @@ class Start:
 
     async def _prove(self) -> None:
         """Canary, connector and pool; a check that fails ends the start here, with its reason."""
-        with self._trace.span(SegmentName.CANARY) as span:
+        with self._trace.span(SegmentName.CANARY, follows=True) as span:
             serving, answered, checks = await self._proving.prove()
             self._started.serving, self._started.checks = serving, tuple(checks)
             span.detail = f"answered {list(answered)[:8]}"
@@ -327,10 +327,10 @@ class Start:
     # ----------------------------------------------------------------------- barrier and gate
 
     async def _join(self) -> None:
-        with self._trace.span(SegmentName.GROUP_BARRIER) as span:
+        with self._trace.span(SegmentName.GROUP_BARRIER, follows=True) as span:
             group_epoch = await self._barrier.fall()
             span.detail = f"group epoch {group_epoch}"
-        with self._trace.span(SegmentName.ROUTER_REGISTRATION, "admission"):
+        with self._trace.span(SegmentName.ROUTER_REGISTRATION, "admission", follows=True):
             verdict = await self._admit(group_epoch)
         self._tell(Event.STOOD_BY if verdict.standby else Event.ADMITTED)
 

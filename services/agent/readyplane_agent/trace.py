@@ -21,6 +21,7 @@ from readyplane.core.worker import StartProgress
 from readyplane.kit.clock import Clock
 
 LOG_TAIL_CHARS = 2000
+SEAM_S_MAX = 0.5
 
 
 def process_start_s(*, now_s: float) -> float:
@@ -90,12 +91,28 @@ class StartTrace:
         self._spans = [each for each in self._spans if each is not span]
 
     @contextmanager
-    def span(self, name: SegmentName, detail: str | Callable[[], str] = "") -> Iterator[Span]:
-        """Time a block; a block that raises leaves its segment open, which shows where it broke."""
-        span = Span(name, self._clock.monotonic_s(), None, detail)
+    def span(
+        self, name: SegmentName, detail: str | Callable[[], str] = "", *, follows: bool = False
+    ) -> Iterator[Span]:
+        """Time a block; a block that raises leaves its segment open, which shows where it broke.
+
+        With `follows` it begins where the last segment ended, when none runs and that was at most
+        SEAM_S_MAX ago: for a step whose preparation is all that lies between. What is longer is no
+        preparation, and stays unexplained.
+        """
+        begin_s = self._clock.monotonic_s()
+        idle_s = begin_s - self._idle_since_s(begin_s) if follows else 0.0
+        if 0.0 < idle_s <= SEAM_S_MAX:
+            begin_s -= idle_s
+        span = Span(name, begin_s, None, detail)
         self._spans.append(span)
         yield span
         span.end_s = self._clock.monotonic_s()
+
+    def _idle_since_s(self, now_s: float) -> float:
+        """When the last segment ended; now while one runs, or when there was none."""
+        ends = [segment.end_s for segment in self.segments()]
+        return max((end_s or now_s for end_s in ends), default=now_s)
 
     def follow_engine(self, segments: Callable[[], Sequence[Segment]]) -> None:
         """Take the engine's own segments in from now on."""

@@ -20,13 +20,16 @@ import zmq
 
 from readyplane import profiles
 from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
+from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import SegmentName, StartMode
 from readyplane.kit.clock import SystemClock
-from readyplane_agent.engines.modelled import settings, startup
-from readyplane_agent.engines.modelled.core import EngineModel
+from readyplane_agent.engines.modelled import settings, standing, startup
+from readyplane_agent.engines.modelled.compiled import captured_shapes
+from readyplane_agent.engines.modelled.core_stages import StagedEngineModel
+from readyplane_agent.engines.modelled.graphs import GraphPlan, GraphStages
 from readyplane_agent.engines.modelled.handover import HandoverChannel
 from readyplane_agent.engines.modelled.kv_publish import KvPublisher
-from readyplane_agent.engines.modelled.memory import size_pool
+from readyplane_agent.engines.modelled.memory import GRAPH_BYTES, blocks_of_a_graph, size_pool
 from readyplane_agent.engines.modelled.metrics import EngineMetrics
 from readyplane_agent.engines.modelled.plants import Plant
 from readyplane_agent.engines.modelled.runtime import Runtime
@@ -35,14 +38,20 @@ from readyplane_agent.engines.modelled.settings import ModelledSettings
 from readyplane_agent.engines.modelled.startup import StartupLog, Weights
 
 LOG = logging.getLogger("engine")
-SPAWNED_AT = "READYPLANE_SPAWNED_AT_MONOTONIC_S"
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     """Run until stopped."""
+    clock, argv = SystemClock(), sys.argv[1:]
     try:
-        s = settings.parse(sys.argv[1:])
+        if standing.stands_by(argv):
+            given = standing.parse(argv)
+            if given.parent_pid and not _bound_to_parent(given.parent_pid):
+                return 0
+            argv = standing.wait_for_orders(given, now_s=clock.monotonic_s())
+            os.environ[standing.SPAWNED_AT] = repr(clock.monotonic_s())
+        s = settings.parse(argv)
     except InvalidField as error:
         print(f"modelled engine: {error}", file=sys.stderr)
         return 2
@@ -51,7 +60,6 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s"
     )
-    clock = SystemClock()
     about = {"engine_id": s.engine_id, "pid": os.getpid(), "state": "starting", "failure": ""}
     log = StartupLog(clock, s.startup_file, about)
     try:
@@ -88,7 +96,10 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     now_s = clock.monotonic_s()
-    log.add(SegmentName.RUNTIME_IMPORT, float(os.environ.get(SPAWNED_AT) or now_s), now_s)
+    since_s = float(os.environ.get(standing.SPAWNED_AT) or now_s)
+    saved_s = float(os.environ.get(standing.IMPORT_SAVED) or 0.0)
+    detail = "imported while it stood by" if saved_s else ""
+    log.add(SegmentName.RUNTIME_IMPORT, since_s, now_s, detail, saved_s=saved_s)
     server = EngineServer(model=s.model, clock=clock, plants=s.plants)
     try:
         port = await server.http.start(s.host, s.port)
@@ -107,6 +118,7 @@ async def serve(
             runtime = starting.result()
             beats = loop.create_task(runtime.keep_remote_alive(max(1.0, s.kv_hold_s / 3)))
             await stopped
+            server.offered.stop()
             runtime.stop()
     finally:
         for task in (starting, stopped, beats):
@@ -132,10 +144,15 @@ async def _start(
     profile = profiles.load(s.profile)
     config = startup.read_config(s.config)
     startup.read_tokenizer(s.tokenizer)
+    now_s = clock.monotonic_s()
+    log.add(SegmentName.RUNTIME_IMPORT, log.done_s or now_s, now_s, "HTTP and configuration")
     await startup.modelled(log, clock, s, SegmentName.PARALLEL_INIT)
+    since_s = log.done_s
     if s.wait_weights_s:
         await startup.wait_for(s.tensor_table, limit_s=s.wait_weights_s, clock=clock)
-    with log.segment(SegmentName.HOST_TO_DEVICE):
+        there_s = startup.there_since_s(s.tensor_table, clock=clock)
+        since_s = there_s if since_s is None else max(since_s, there_s)
+    with log.segment(SegmentName.HOST_TO_DEVICE, since_s=since_s):
         weights = Weights(s.arena, s.tensor_table, s.plants)
     LOG.info("%d tensors, %d bytes mapped", weights.tensor_count, weights.size_bytes)
     block_size = s.block_size or config["block_size"]
@@ -146,8 +163,8 @@ async def _start(
     if Plant.HALF_KV in s.plants:
         kv_blocks //= 2
     await startup.modelled(log, clock, s, SegmentName.CUDA_GRAPH)
-    eager = s.mode is StartMode.EAGER
-    model = EngineModel(
+    eager = s.mode is StartMode.EAGER or s.graph_stages
+    model = StagedEngineModel(
         profile,
         block_size=block_size,
         kv_blocks=kv_blocks,
@@ -161,7 +178,10 @@ async def _start(
     longest = (
         kv_blocks * block_size if s.device_bytes else s.kv_tokens or profile.kv_capacity_tokens
     )
-    server.config = {**config, "max_model_len": min(config["max_model_len"], longest)}
+    plan = _graph_plan(s, profile, block_size)
+    if plan is not None:  # what is promised for one request holds at every stage
+        longest -= len(plan.shapes) * plan.shape_blocks * block_size
+    server.config = {**config, "max_model_len": max(1, min(config["max_model_len"], longest))}
     numbers = count()
     runtime = Runtime(
         model,
@@ -175,6 +195,11 @@ async def _start(
         host=s.host,
         make_id=lambda: f"{s.engine_id[-12:]}-{next(numbers)}",
     )
+    if plan is not None:
+        server.offered.graphs = GraphStages(
+            model, plan, settings=s, clock=clock, pump=runtime.stats, plants=s.plants
+        )
+    server.offered.reread = lambda: Weights(s.arena, s.tensor_table, s.plants)
     await startup.modelled(log, clock, s, SegmentName.WARMUP)
     _open_channels(s, runtime, context, config, block_size)
     _publish_facts(s, server, runtime, log, config, block_size)
@@ -182,6 +207,16 @@ async def _start(
     log.write(state="ready", fingerprint=f"{weights.fingerprint:016x}")
     LOG.info("ready: %s on %s:%s", s.model, s.host, log.about["port"])
     return runtime
+
+
+def _graph_plan(
+    s: ModelledSettings, profile: ClassProfile, block_size: int
+) -> GraphPlan | None:
+    """What is captured later; None where the start has it all."""
+    if not s.graph_stages:
+        return None
+    blocks = blocks_of_a_graph(s, profile, block_size=block_size)
+    return GraphPlan(captured_shapes(s), blocks, GRAPH_BYTES if s.device_bytes else 0)
 
 
 def _open_channels(

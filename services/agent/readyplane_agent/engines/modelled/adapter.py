@@ -28,7 +28,7 @@ from readyplane_agent.engines.port import EngineSpec, GenerateResult
 from readyplane_agent.engines.vllm_events import KvEventReader
 from readyplane_agent.pacing import ServingTimes
 
-POLL_S = 0.05
+POLL_S = 0.02
 KILL_LIMIT_S = 5.0
 CPU_TICKS_STEP = 10  # so much more processor time is progress: 0.1 s
 LOG_TAIL_BYTES = 8192
@@ -52,6 +52,7 @@ class ModelledEngine:
         self._facts: dict[str, Any] = {}
         self._load = LoadReport()
         self._load_s: float | None = None
+        self._up_s: float | None = None
         self._reader: KvEventReader | None = None
 
     @property
@@ -143,6 +144,7 @@ class ModelledEngine:
                 url = f"http://{spec.host}:{self._facts['port']}"
                 self._client = OpenAiEngine(url, model=spec.model)
                 await self._client.get("/health", timeout_s=10.0)
+                self._up_s = self._clock.monotonic_s()
                 return
             now_s = self._clock.monotonic_s()
             found = self._progress()
@@ -182,14 +184,21 @@ class ModelledEngine:
         return str(running[-1].name) if running else "its start"
 
     def startup_segments(self) -> tuple[Segment, ...]:
-        """Segments of the start-up file."""
+        """Segments of the start-up file, and what it took from their end until it answered."""
         if self._facts.get("state") != "ready" and self._spec is not None:
             self._read_facts()
-        return tuple(
+        told = tuple(
             Segment(
                 SegmentName(s["name"]), s["start_s"], s["end_s"], s["modelled"], str(s["detail"])
             )
             for s in self._facts.get("segments", ())
+        )
+        ends = [s.end_s for s in told if s.end_s is not None]
+        if self._up_s is None or not ends:
+            return told
+        return (
+            *told,
+            Segment(SegmentName.WARMUP, max(ends), self._up_s, detail="until it answered"),
         )
 
     async def stop(self, *, grace_s: float = 5.0) -> None:

@@ -70,7 +70,10 @@ async def size_pool(
     if not s.device_bytes:
         await modelled(log, clock, s, SegmentName.KV_PROFILE)
         return (s.kv_tokens or profile.kv_capacity_tokens) // block_size
-    account = account_of(s, profile, weights_bytes=weights_bytes, block_size=block_size)
+    shapes = () if s.graph_stages else captured_shapes(s)
+    account = account_of(
+        s, profile, weights_bytes=weights_bytes, block_size=block_size, shapes=shapes
+    )
     if account.blocks < 1:
         raise Unavailable(
             f"out of memory: {account.device_bytes} B hold no KV block beside the weights",
@@ -80,20 +83,32 @@ async def size_pool(
         detail = f"refused: {account.refused}; measured afresh" if account.refused else "measured"
         await modelled(log, clock, s, SegmentName.KV_PROFILE, detail=detail)
     else:
-        with log.segment(SegmentName.KV_PROFILE, detail=f"reused: {account.blocks} blocks"):
+        detail = f"reused: {account.blocks} blocks"
+        with log.segment(SegmentName.KV_PROFILE, detail=detail, since_s=log.done_s):
             pass
     log.write(memory=account.document())
     LOG.info("KV pool: %s", account)
     return account.blocks
 
 
+def blocks_of_a_graph(s: ModelledSettings, profile: ClassProfile, *, block_size: int) -> int:
+    """KV blocks whose memory one captured shape takes; 0 where no device is modelled."""
+    block_bytes = profile.kv_bytes_per_token * block_size
+    return -(-GRAPH_BYTES // block_bytes) if s.device_bytes else 0
+
+
 def account_of(
-    s: ModelledSettings, profile: ClassProfile, *, weights_bytes: int, block_size: int
+    s: ModelledSettings,
+    profile: ClassProfile,
+    *,
+    weights_bytes: int,
+    block_size: int,
+    shapes: tuple[int, ...],
 ) -> Account:
-    """What a start finds on its device."""
+    """What a start that captures these shapes finds on its device."""
     block_bytes = profile.kv_bytes_per_token * block_size
     activations = (s.max_batch_tokens or profile.max_batch_tokens) * profile.kv_bytes_per_token
-    graphs = len(captured_shapes(s)) * GRAPH_BYTES
+    graphs = len(shapes) * GRAPH_BYTES
     parts = weights_bytes + activations + graphs + OTHER_BYTES
     left = int(s.device_bytes * MEMORY_SHARE) - s.device_taken_bytes - parts
     blocks, measured, refused = max(0, left) // block_bytes, True, ""

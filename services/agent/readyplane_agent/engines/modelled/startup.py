@@ -46,6 +46,7 @@ LOG = logging.getLogger("engine")
 CACHE_HIT_FACTOR = 0.4
 AOT_HIT_FACTOR = 0.02  # artifacts that were compiled ahead are only read
 POLL_S = 0.02
+SEEN_AFTER_S_MAX = 1.0
 # Which modelled segments a start mode has.
 _GRAPHS = (SegmentName.COMPILE, SegmentName.CUDA_GRAPH)
 
@@ -58,18 +59,37 @@ class StartupLog:
         self.about: dict[str, Any] = dict(about)
         self.segments: list[Segment] = []
 
-    def add(self, name: SegmentName, start_s: float, end_s: float) -> None:
+    def add(
+        self,
+        name: SegmentName,
+        start_s: float,
+        end_s: float,
+        detail: str = "",
+        *,
+        saved_s: float = 0.0,
+    ) -> None:
         """A segment that was measured elsewhere."""
-        self.segments.append(Segment(name, start_s, end_s))
+        self.segments.append(Segment(name, start_s, end_s, detail=detail, saved_s=saved_s))
         self.write()
+
+    @property
+    def done_s(self) -> float | None:
+        """When the last segment ended, on the monotonic clock; None while one runs or none was."""
+        return self.segments[-1].end_s if self.segments else None
 
     @contextmanager
     def segment(
-        self, name: SegmentName, *, modelled: bool = False, detail: str = ""
+        self,
+        name: SegmentName,
+        *,
+        modelled: bool = False,
+        detail: str = "",
+        since_s: float | None = None,
     ) -> Iterator[None]:
-        """Measure what runs inside."""
+        """Measure what runs inside, and what led to it from `since_s` on."""
         at = len(self.segments)
-        self.segments.append(Segment(name, self._clock.monotonic_s(), None, modelled, detail))
+        begin_s = self._clock.monotonic_s() if since_s is None else since_s
+        self.segments.append(Segment(name, begin_s, None, modelled, detail))
         LOG.info("%s begins%s %s", name, " (modelled)" if modelled else "", detail)
         self.write()
         yield
@@ -93,6 +113,7 @@ class StartupLog:
                     "end_s": s.end_s,
                     "modelled": s.modelled,
                     "detail": s.detail,
+                    "saved_s": s.saved_s,
                 }
                 for s in self.segments
             ],
@@ -157,6 +178,15 @@ async def wait_for(path: Path, *, limit_s: float, clock: Clock) -> None:
         await clock.sleep(POLL_S)
 
 
+def there_since_s(path: Path, *, clock: Clock) -> float:
+    """When a file that was waited for came, on the monotonic clock; at most SEEN_AFTER_S_MAX ago."""
+    try:
+        age_s = clock.wall_s() - path.stat().st_mtime
+    except OSError:
+        age_s = 0.0
+    return clock.monotonic_s() - min(SEEN_AFTER_S_MAX, max(0.0, age_s))
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The manifest's config. Raises NotFound, InvalidField."""
     try:
@@ -193,19 +223,20 @@ async def modelled(
         return
     key: dict[str, str] = {}
     shapes: tuple[int, ...] = ()
+    begin_s = log.done_s  # what lies between two segments prepares the later one
     if name is SegmentName.COMPILE:
         key, shapes = compile_key(s, read_config(s.config)), captured_shapes(s)
         missing = compile_miss(s.compile_cache, key, shapes)
         detail = f"cache=miss:{missing}" if missing else "cache=hit"
         if not missing:
             seconds = _of_a_hit(s, seconds)
-    with log.segment(name, modelled=True, detail=detail):
+    with log.segment(name, modelled=True, detail=detail, since_s=begin_s):
         if s.stall_in is name:
             LOG.warning("stalled in %s as asked (--stall-in)", name)
             await asyncio.Event().wait()
         await clock.sleep(seconds)
-    if key and s.compile_cache is not None and "miss" in detail:
-        keep_compiled(s.compile_cache, key, shapes)
+        if key and s.compile_cache is not None and "miss" in detail:
+            keep_compiled(s.compile_cache, key, shapes)
 
 
 def _of_a_hit(s: ModelledSettings, compile_s: float) -> float:
