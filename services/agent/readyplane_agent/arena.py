@@ -136,6 +136,19 @@ class Arena:
             yield view[start : start + size_bytes]
 
     @property
+    def world(self) -> int:
+        """How many ranks have their memory here."""
+        return 1
+
+    def uncovered(self) -> list[str]:
+        """Tensors of which not every part is with some rank, once; none where files lie whole."""
+        return []
+
+    def held_by_ranks(self) -> dict[str, list[int]]:
+        """Tensors and bytes of each rank, by its number; nothing for one rank."""
+        return {}
+
+    @property
     def memories(self) -> tuple[tuple[ArenaMemory, int], ...]:
         """All memory files, and how much of each is used."""
         return ((self.memory, self.size_bytes),)

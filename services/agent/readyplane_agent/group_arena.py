@@ -16,7 +16,7 @@ from readyplane.core.errors import IdentityMismatch, InvalidField
 from readyplane.core.identity import Manifest, chunk_hash
 from readyplane_agent.arena import Arena
 from readyplane_agent.arena_memory import ArenaMemory
-from readyplane_agent.group_plan import GroupPlan
+from readyplane_agent.group_plan import GroupPlan, uncovered
 from readyplane_agent.rank_arena import Buffers, lift, place
 from readyplane_agent.rank_plan import Placement, RankPlan
 
@@ -63,6 +63,22 @@ class GroupArena(Arena):
         for rank in self.ranks:
             for placed in rank.plan.placements:
                 self._by_file.setdefault(placed.tensor.file, []).append((rank, placed))
+
+    @property
+    def world(self) -> int:
+        """How many ranks have their memory here."""
+        return len(self.ranks)
+
+    def uncovered(self) -> list[str]:
+        """Tensors of which not every part is with some rank, once."""
+        return uncovered(self.manifest, [rank.plan for rank in self.ranks])
+
+    def held_by_ranks(self) -> dict[str, list[int]]:
+        """Tensors and bytes of each rank, by its number."""
+        return {
+            "rank_tensors": [len(rank.plan.placements) for rank in self.ranks],
+            "rank_bytes": [rank.placed_bytes for rank in self.ranks],
+        }
 
     @property
     def memories(self) -> tuple[tuple[ArenaMemory, int], ...]:

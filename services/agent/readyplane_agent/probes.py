@@ -24,8 +24,6 @@ from readyplane_agent.arena import Arena
 from readyplane_agent.engines.exchange import EngineFailed
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort, GenerateResult
-from readyplane_agent.group_arena import GroupArena
-from readyplane_agent.group_plan import uncovered
 
 PROBE_LIMIT_S = 60.0
 PEERS_MAX = 2
@@ -76,20 +74,10 @@ def loaded_checks(arena: Arena, *, tokenizer_digest: str, ranks: int) -> list[Ch
                 "tensors_expected": len(manifest.tensors),
                 "missing": missing,
                 "ranks": ranks,
-                **_held_by_ranks(arena),
+                **arena.held_by_ranks(),
             },
         ),
     ]
-
-
-def _held_by_ranks(arena: Arena) -> dict[str, Any]:
-    """How many tensors and bytes each rank's memory holds; nothing for a worker of one rank."""
-    if not isinstance(arena, GroupArena):
-        return {}
-    return {
-        "rank_tensors": [len(rank.plan.placements) for rank in arena.ranks],
-        "rank_bytes": [rank.placed_bytes for rank in arena.ranks],
-    }
 
 
 def missing_tensors(arena: Arena, *, ranks: int) -> list[str]:
@@ -103,10 +91,9 @@ def missing_tensors(arena: Arena, *, ranks: int) -> list[str]:
     for tensor in arena.manifest.tensors:
         if tensor.ranks and not any(0 <= rank < ranks for rank in tensor.ranks):
             wrong.add(f"{tensor.name} (no rank of {ranks} owns it)")
-    if isinstance(arena, GroupArena):
-        wrong.update(uncovered(arena.manifest, [rank.plan for rank in arena.ranks]))
-        if len(arena.ranks) != ranks:
-            wrong.add(f"all tensors ({len(arena.ranks)} ranks have memory, {ranks} are started)")
+    wrong.update(arena.uncovered())
+    if arena.world != ranks:
+        wrong.add(f"all tensors ({arena.world} ranks have memory, {ranks} are started)")
     for entry in arena.manifest.files:
         if not entry.path.endswith(".safetensors"):
             continue
