@@ -32,3 +32,13 @@ QUICK_POLICY: Mapping[str, object] = {
     "down": {"cooldown_s": 3.0, "window_s": 3.0, "hold_s": 6.0},
     "drain_deadline_s": 40.0,
 }
+
+# For a real vLLM beside everything else on one small machine: one worker of each stage. Model, class
+# and profile are those of the run.
+VLLM_POLICY: Mapping[str, object] = {
+    "slo": {"ttft_s": 5.0, "tpot_s": 0.5},
+    "prefill": {"min": 1, "max": 1},
+    "decode": {"min": 1, "max": 1, "convertible": False},
+    "t_ready_prior": {"p50_s": 60.0, "p90_s": 120.0, "p99_s": 240.0},
+    "forecast": {"warmup_s": 60.0},
+}

@@ -17,9 +17,10 @@ EXAMPLES = examples(
     "readyplane up --no-load --data-dir ~/readyplane --page-port 8080",
     "readyplane up --database-url postgresql+asyncpg://user:secret@db/readyplane"
     " --redis-url redis://cache:6379/0",
+    "readyplane up --engine vllm --model ./tiny-llama --data-dir ~/readyplane-vllm",
 )
 TRAFFIC, STORES, FLEET, REPORT = "Traffic", "Data and stores", "Fleet", "What it tells"
-RATE_RPS = 5.5
+RATES_RPS = {"modelled": 5.5, "vllm": 0.5}
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -54,7 +55,9 @@ def up(
         float | None,
         typer.Option(
             metavar="R",
-            help=f"Mean requests/s of the built-in conversation workload (default: {RATE_RPS:g}).",
+            help="Mean requests/s of the built-in conversation workload (default: "
+            + ", ".join(f"{rate:g} {name}" for name, rate in RATES_RPS.items())
+            + ").",
             rich_help_panel=TRAFFIC,
         ),
     ] = None,
@@ -95,6 +98,36 @@ def up(
         int,
         typer.Option(metavar="PORT", help="Of the OpenAI API, 0: any.", rich_help_panel=REPORT),
     ] = 0,
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="E",
+            help="What workers run: modelled, or a real vllm (docs/vllm.md).",
+            rich_help_panel=FLEET,
+        ),
+    ] = "modelled",
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The folder that a real vLLM serves.", rich_help_panel=FLEET
+        ),
+    ] = None,
+    vllm_bin: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The vllm program (default: the one of `make vllm-env`).",
+            rich_help_panel=FLEET,
+        ),
+    ] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ARG",
+            help="One argument for the command line of every vLLM; repeatable.",
+            rich_help_panel=FLEET,
+        ),
+    ] = None,
     model_mb: Annotated[
         float,
         typer.Option(metavar="MB", help="Size of the demo model's weights.", rich_help_panel=FLEET),
@@ -143,7 +176,7 @@ def up(
         raise InvalidField("--rate", rate, "leave it out: a trace has its own arrivals (--speed)")
     if log_level.lower() not in LEVELS:
         raise InvalidField("--log-level", log_level, "write one of " + ", ".join(LEVELS))
-    if policy is not None:
+    if policy is not None and engine == "modelled":
         from readyplane_lab.up.demo_policy import demo_policy
 
         demo_policy(policy, quick=quick)  # refused here, before a store or service is started
@@ -156,7 +189,7 @@ def up(
         trace=trace,
         speed=speed,
         duration_s=duration,
-        rate_rps=RATE_RPS if rate is None else rate,
+        rate_rps=RATES_RPS.get(engine, 1.0) if rate is None else rate,
         seed=seed,
         data_dir=data_dir,
         database_url=database_url,
@@ -164,6 +197,10 @@ def up(
         page_port=page_port,
         gateway_port=gateway_port,
         model_bytes=round(model_mb * 1e6),
+        engine=engine,
+        model_dir=model,
+        vllm_bin=vllm_bin,
+        engine_args=tuple(engine_arg or ()),
         workers_max=workers_max,
         policy_file=policy,
         report_file=report,

@@ -11,6 +11,8 @@ from pathlib import Path
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import parse
 
+ENGINES = ("modelled", "vllm")
+
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
@@ -25,6 +27,8 @@ class UpOptions:
         page_port, gateway_port: 0 for a free one. model_bytes: size of the demo model. workers_max: places for workers.
         policy_file: YAML or JSON over the demo's policy. report_file: summary as JSON.
         otlp_endpoint: where traces go; empty is off. log_level: of the services.
+        engine: `modelled` or `vllm`. model_dir: the folder that vLLM serves. vllm_bin: its program, None
+            for the one of `make vllm-env`. engine_args: of the engines' command lines.
         routers: side by side, all active. router_policy: document of theirs, None for the default.
     """
 
@@ -47,6 +51,10 @@ class UpOptions:
     otlp_endpoint: str = ""
     log_level: str = "info"
     plain: bool = False
+    engine: str = "modelled"
+    model_dir: Path | None = None
+    vllm_bin: Path | None = None
+    engine_args: tuple[str, ...] = ()
     routers: int = 1
     router_policy: Mapping[str, object] | None = None
 
@@ -74,6 +82,30 @@ class UpOptions:
             _check_report(self.report_file)
         if self.trace is not None and not self.load:
             raise InvalidField("--trace", str(self.trace), "leave out --no-load to replay a trace")
+        _check_engine(self)
+
+
+def _check_engine(options: UpOptions) -> None:
+    if options.engine not in ENGINES:
+        raise InvalidField("--engine", options.engine, "write one of " + ", ".join(ENGINES))
+    given = {
+        "--model": options.model_dir,
+        "--vllm-bin": options.vllm_bin,
+        "--engine-arg": options.engine_args or None,
+    }
+    if options.engine == "modelled":
+        for name, value in given.items():
+            if value is not None:
+                raise InvalidField(name, str(value), "give it with --engine vllm, only then")
+        return
+    if options.model_dir is None:
+        raise InvalidField("--model", "", "give the folder of a model, with --engine vllm")
+    if not (options.model_dir / "config.json").is_file():
+        raise InvalidField("--model", str(options.model_dir), "give a folder with a config.json")
+    for name, wanted in (("--quick", options.quick), ("--trace", options.trace is not None)):
+        if wanted:
+            remedy = "leave it out with --engine vllm: it is made for modelled engines"
+            raise InvalidField(name, True, remedy)
 
 
 def _check_report(path: Path) -> None:

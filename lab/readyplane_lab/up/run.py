@@ -28,6 +28,7 @@ from readyplane_lab.up.observe import Observer, Seen, until_ready
 from readyplane_lab.up.options import UpOptions
 from readyplane_lab.up.pids import carriers
 from readyplane_lab.up.processes import write_atomically
+from readyplane_lab.up.serving import FIRST_PAIR_WITHIN_S
 from readyplane_lab.up.stack import Stack, StartInterrupted, running_stack
 from readyplane_lab.up.summary import Ended, print_summary, report, verdict
 from readyplane_lab.up.terminal import Terminal
@@ -36,12 +37,14 @@ from readyplane_lab.workload.conversation import Wave, conversation
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_lab.workload.trace import read_trace
 
-FIRST_PAIR_WITHIN_S = 120.0
 QUICK_TRAFFIC_S = 35.0
 QUICK_BURST_S = 22.0
 QUICK_BURST_FACTOR = 6.0
 QUICK_OSL_MAX = 300
 QUICK_DRAIN_WITHIN_S = 45.0
+REAL_LENGTHS = 0.25
+"""Prompts and answers of the built-in workload on a real engine, over those published."""
+REAL_OSL_MAX = 128
 PIPED_COLUMNS = 140
 
 
@@ -116,6 +119,16 @@ def make_workload(options: UpOptions) -> Workload:
             f"{QUICK_BURST_S:.0f} s, then {calm:g}; outputs cut to {QUICK_OSL_MAX} tokens; "
             f"seed {options.seed}"
         )
+        return Workload(text, _until(drawn, options))
+    if options.engine != "modelled":
+        drawn = conversation(
+            Wave(options.rate_rps),
+            seed=options.seed,
+            isl_factor=REAL_LENGTHS,
+            osl_factor=REAL_LENGTHS,
+            osl_max=REAL_OSL_MAX,
+        )
+        text += f", as English text, lengths times {REAL_LENGTHS:g}"
         return Workload(text, _until(drawn, options))
     drawn = conversation(Wave(options.rate_rps), seed=options.seed)
     return Workload(text, _until(drawn, options))
@@ -207,7 +220,8 @@ async def _drive(
     terminal.say(f"page:    {stack.page_url}")
     terminal.say(f"gateway: {book.gateway_http}/v1 (OpenAI-compatible, model {book.model!r})")
     terminal.say("waiting for the first prefill and decode worker to pass the gate")
-    ready = asyncio.create_task(until_ready(observer, within_s=FIRST_PAIR_WITHIN_S, clock=clock))
+    within_s = FIRST_PAIR_WITHIN_S[stack.options.engine]
+    ready = asyncio.create_task(until_ready(observer, within_s=within_s, clock=clock))
     await _first_of(ready, stop, stack.failed)
     if stack.failed.done():
         ready.cancel()
@@ -217,15 +231,18 @@ async def _drive(
         return ""
     if not ready.result():
         reasons = "; ".join(f"{w}: {r}" for w, r in observer.seen.start_failures().items())
-        return (
-            f"no pair of workers within {FIRST_PAIR_WITHIN_S:.0f} s ({reasons or 'see the logs'})"
-        )
+        return f"no pair of workers within {within_s:.0f} s ({reasons or 'see the logs'})"
     terminal.say("a first pair is routable")
     if not stack.options.load:
         terminal.say("no traffic is driven; press Ctrl-C to stop")
-    slo = Slo(float(stack.policy["slo"]["ttft_s"]), float(stack.policy["slo"]["tpot_s"]))
+    wanted = stack.serving.policy["slo"]
     traffic = Traffic(
-        book.gateway_http, book.model, slo=slo, clock=clock, speed=stack.options.speed
+        book.gateway_http,
+        book.model,
+        slo=Slo(float(wanted["ttft_s"]), float(wanted["tpot_s"])),
+        clock=clock,
+        speed=stack.options.speed,
+        body=stack.serving.body,
     )
     run.tally = traffic.tally
     began_s = clock.monotonic_s()

@@ -1,4 +1,4 @@
-"""The whole local stack: data folder, stores, services, actuator, demo model, address book.
+"""The whole local stack: data folder, stores, services, actuator, model, address book.
 
 Owns the order of starting and stopping, and that nothing stays behind whatever happens between.
 Hands a running `Stack` to `readyplane_lab.up.run`.
@@ -19,12 +19,10 @@ from typing import Any
 from readyplane.client import RegistryClient
 from readyplane.core.errors import InvalidField
 from readyplane.kit.clock import Clock
-from readyplane_lab.demo import MODEL, MODEL_TAG
 from readyplane_lab.up import actuator_rpc
 from readyplane_lab.up.actuator import LocalActuator, WorkerPlace
 from readyplane_lab.up.address_book import AddressBook, remove_book, write_book
-from readyplane_lab.up.demo_model import DemoModel, make_demo_model
-from readyplane_lab.up.demo_policy import demo_policy, profiles_of
+from readyplane_lab.up.demo_policy import profiles_of
 from readyplane_lab.up.folder import DataFolder, sweep_abandoned
 from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.model import publish_model
@@ -32,6 +30,7 @@ from readyplane_lab.up.options import UpOptions
 from readyplane_lab.up.pids import start_mark
 from readyplane_lab.up.processes import ProcessTable
 from readyplane_lab.up.services import Service, Services
+from readyplane_lab.up.serving import Choice, Serving
 from readyplane_lab.up.stores import Stores, connect_or_embed
 
 RELEASE_GRACE_S = 20.0
@@ -48,7 +47,7 @@ class Stack:
     services: Services
     actuator: LocalActuator
     book: AddressBook
-    policy: dict[str, Any]
+    serving: Serving
     failed: asyncio.Future[str]
 
     @property
@@ -88,7 +87,7 @@ async def running_stack(
         (options.gateway_port, "--gateway-port"),
     ):
         _check_port(port, name)
-    policy = demo_policy(options.policy_file, quick=options.quick)
+    choice = Choice(options)
     async with AsyncExitStack() as rooms:
         for path in await sweep_abandoned():
             say(f"removed what a killed run left in {path}")
@@ -110,8 +109,11 @@ async def running_stack(
         table = await rooms.enter_async_context(ProcessTable(folder.run, on_exit=exited))
         token = secrets.token_hex(16)
         say(_stores_sentence(options))
-        making = asyncio.create_task(asyncio.to_thread(_make_model, options, folder))
-        rooms.callback(making.cancel)
+        environment = _environment(options, token)
+        making = asyncio.create_task(
+            choice.serving(folder, table=table, environment=environment, clock=clock, say=say)
+        )
+        rooms.push_async_callback(_call_off, making)
         stores = await rooms.enter_async_context(
             await connect_or_embed(
                 folder.pg,
@@ -123,7 +125,10 @@ async def running_stack(
                 gave_up=gave_up,
             )
         )
-        environment = _environment(options, stores, token)
+        environment |= {
+            "READYPLANE_DATABASE_URL": stores.database_url,
+            "READYPLANE_REDIS_URL": stores.redis_url,
+        }
         services = Services(
             table,
             run_dir=folder.run,
@@ -136,8 +141,12 @@ async def running_stack(
         registry = services.plan("registry", args=("--blob-dir", str(folder.blobs)))
         routers, lean_addresses = _plan_routers(services, options, folder)
         router_addresses = ",".join(router.grpc for router in routers)
+        policy: dict[str, Any] = {}  # once it is known what is served, before the planner starts
+
+        def profile_of(worker_class: str) -> str:
+            return profiles_of(policy)(worker_class)
+
         policy_file = folder.run / "policy.json"
-        policy_file.write_text(json.dumps(policy))
         planner = services.plan(
             "planner",
             http_port=options.page_port,
@@ -152,12 +161,13 @@ async def running_stack(
                 router=lean_addresses,  # all that agents call is there, for less
                 work_dir=folder.cache / "workers",
                 log_dir=folder.logs,
-                environment=environment,
-                agent_args=("--cache-dir", str(folder.cache / "node")),
+                environment={**environment, **choice.environment()},
+                engine=options.engine,
+                agent_args=("--cache-dir", str(folder.cache / "node"), *choice.agent_args()),
                 workers_max=options.workers_max,
             ),
             clock=clock,
-            profile_of=profiles_of(policy),
+            profile_of=profile_of,
         )
         actuator_address = f"127.0.0.1:{free_port()}"
         server = await actuator_rpc.serve(actuator, address=actuator_address, token=token)
@@ -173,17 +183,17 @@ async def running_stack(
         _go_on(stop)
         say("starting registry, router and gateway")
         await asyncio.gather(*(services.start(s) for s in (registry, *routers, gateway)))
-        _go_on(stop)
+        serving = await _unless_stopped(making, stop)
+        policy |= serving.policy
+        policy_file.write_text(json.dumps(policy))
         say("publishing the model")
         client = RegistryClient(registry.grpc, token=token)
         try:
-            digest = await publish_model(
-                client, await making, model=MODEL, tag=MODEL_TAG, http=registry.http, token=token
-            )
+            digest = await publish_model(client, serving.model, http=registry.http, token=token)
         finally:
             await client.aclose()
         _go_on(stop)
-        say(f"published {MODEL_TAG} as {digest[:19]}…; starting the planner")
+        say(f"published {serving.model.tag} as {digest[:19]}…; starting the planner")
         await services.start(planner)
         book = AddressBook(
             pid=os.getpid(),
@@ -197,13 +207,13 @@ async def running_stack(
             planner_http=planner.http,
             gateway_http=gateway.http,
             token=token,
-            model=MODEL,
+            model=serving.model.name,
             data_dir=str(folder.path),
             logs_dir=str(folder.logs),
         )
         write_book(book)
         rooms.callback(remove_book, os.getpid())
-        yield Stack(options, folder, table, stores, services, actuator, book, policy, failed)
+        yield Stack(options, folder, table, stores, services, actuator, book, serving, failed)
 
 
 class StartInterrupted(Exception):
@@ -213,6 +223,22 @@ class StartInterrupted(Exception):
 def _go_on(stop: asyncio.Event | None) -> None:
     if stop is not None and stop.is_set():
         raise StartInterrupted
+
+
+async def _unless_stopped(making: asyncio.Task[Serving], stop: asyncio.Event | None) -> Serving:
+    """What is made, or StartInterrupted as soon as the start is called off."""
+    stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
+    try:
+        await asyncio.wait({making, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+    _go_on(stop)
+    return await making
+
+
+async def _call_off(making: asyncio.Task[Serving]) -> None:
+    making.cancel()
+    await asyncio.wait({making})
 
 
 def _stores_sentence(options: UpOptions) -> str:
@@ -235,7 +261,7 @@ async def _stop_in_order(
     await services.close()
 
 
-def _environment(options: UpOptions, stores: Stores, token: str) -> dict[str, str]:
+def _environment(options: UpOptions, token: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -246,8 +272,6 @@ def _environment(options: UpOptions, stores: Stores, token: str) -> dict[str, st
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
-        "READYPLANE_DATABASE_URL": stores.database_url,
-        "READYPLANE_REDIS_URL": stores.redis_url,
         "READYPLANE_TOKEN": token,
         "READYPLANE_OTLP_ENDPOINT": options.otlp_endpoint,
         "READYPLANE_LOG_LEVEL": options.log_level,
@@ -258,10 +282,6 @@ def _policy_flags(options: UpOptions) -> tuple[str, ...]:
     """A policy that was set in a kept folder stays, unless another one is asked for."""
     asked = options.policy_file is not None or options.quick
     return () if asked else ("--no-policy-again",)
-
-
-def _make_model(options: UpOptions, folder: DataFolder) -> DemoModel:
-    return make_demo_model(folder.cache / "demo-model", size_bytes=options.model_bytes)
 
 
 def _plan_routers(

@@ -18,10 +18,10 @@ import numpy as np
 
 from readyplane.core.work import Slo
 from readyplane.kit.clock import Clock
-from readyplane_lab.workload.request import WorkloadRequest, prompt_tokens
+from readyplane_lab.up.prompts import Body, as_tokens
+from readyplane_lab.workload.request import WorkloadRequest
 
 REQUEST_TIMEOUT_S = 120.0
-MAX_TOKENS_BOUND = 2048
 SAMPLES_MAX = 200_000
 
 
@@ -105,11 +105,15 @@ class Traffic:
         clock: Clock,
         speed: float = 1.0,
         open_max: int = 512,
+        body: Body | None = None,
     ) -> None:
-        """`url`: base URL of the gateway. `speed`: 2 sends twice as fast. `open_max`: in flight."""
+        """`url`: base URL of the gateway. `speed`: 2 sends twice as fast. `open_max`: in flight.
+
+        `body`: how a request is put to the engines; None: as tokens, for modelled ones.
+        """
         self.tally = Tally()
         self._url = url.rstrip("/") + "/v1/completions"
-        self._model = model
+        self._body = body or as_tokens(model)
         self._slo = slo
         self._clock = clock
         self._speed = speed
@@ -166,12 +170,9 @@ class Traffic:
         self, session: aiohttp.ClientSession, request: WorkloadRequest, began_s: float
     ) -> None:
         body = {
-            "model": self._model,
-            "prompt": prompt_tokens(request).tolist(),
-            "max_tokens": max(MAX_TOKENS_BOUND, request.osl),
+            **self._body(request),
             "stream": True,
             "stream_options": {"include_usage": True},
-            "vllm_xargs": {"modelled_output_tokens": request.osl},
         }
         first_s = last_s = None
         tokens, problem = 0, ""
