@@ -84,7 +84,8 @@ class World:
         """Status and document of one answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         url = engine.serving().engine_url + path
-        async with self.http.post(url, data=data) as response:
+        json_type = {"content-type": "application/json"}
+        async with self.http.post(url, data=data, headers=json_type) as response:
             return response.status, await response.json(content_type=None)
 
     async def complete(self, engine: EnginePort, **fields: Any) -> dict[str, Any]:
@@ -273,6 +274,7 @@ async def chat_message(w: World) -> None:
     body = {
         "model": w.traits.model,
         "messages": [{"role": "user", "content": "hello"}],
+        "temperature": 0,
         "max_tokens": 6,
         "ignore_eos": True,
     }
@@ -291,6 +293,7 @@ async def chat_parts(w: World) -> None:
         body = {
             "model": w.traits.model,
             "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
             "max_tokens": 6,
         }
         _, doc = await w.post(w.one, "/v1/chat/completions", body)
@@ -305,7 +308,8 @@ async def chat_parts(w: World) -> None:
 async def chat_tokens(w: World) -> None:
     chat = {"model": w.traits.model, "messages": [{"role": "user", "content": "as tokens"}]}
     _, doc = await w.post(w.one, "/tokenize", chat)
-    path, limits = "/v1/chat/completions", {"max_tokens": 9, "ignore_eos": True}
+    path = "/v1/chat/completions"
+    limits = {"max_tokens": 9, "ignore_eos": True, "temperature": 0}
     _, plain = await w.post(w.one, path, {**chat, **limits})
     _, given = await w.post(w.one, path, {**chat, **limits, "prompt_token_ids": doc["tokens"]})
     other = {**chat, **limits, "prompt_token_ids": w.prompt(doc["count"])}
@@ -316,10 +320,11 @@ async def chat_tokens(w: World) -> None:
 
 @check("chat", "the next turn", "begins with this one and its answer, whose blocks it finds cached")
 async def chat_turns(w: World) -> None:
-    text = " ".join(str(n) for n in w.prompt(40))
+    text = " ".join(str(n) for n in w.prompt(w.one.serving().block_size))
     messages = [{"role": "user", "content": text}]
     path = "/v1/chat/completions"
-    body = {"model": w.traits.model, "messages": messages, "max_tokens": 40, "ignore_eos": True}
+    body = {"model": w.traits.model, "messages": messages, "temperature": 0}
+    body |= {"max_tokens": 40, "ignore_eos": True}
     _, first = await w.post(w.one, path, body)
     messages.append(first["choices"][0]["message"])
     messages.append({"role": "user", "content": "and then?"})
@@ -358,6 +363,7 @@ async def stream_chat(w: World) -> None:
     body = {
         "model": w.traits.model,
         "messages": [{"role": "user", "content": "stream"}],
+        "temperature": 0,
         "max_tokens": 5,
         "ignore_eos": True,
     }
@@ -530,7 +536,7 @@ async def handover_chat(w: World) -> None:
     body: dict[str, Any] = {"model": w.traits.model}
     body["messages"] = [{"role": "user", "content": content}]
     _, doc = await w.post(w.one, "/tokenize", body)
-    body |= {"max_tokens": 12, "ignore_eos": True}
+    body |= {"max_tokens": 12, "ignore_eos": True, "temperature": 0}
     path = "/v1/chat/completions"
     _, alone = await w.post(w.one, path, body)
     leg = {**body, "prompt_token_ids": doc["tokens"]}
@@ -747,7 +753,7 @@ async def cache_hits(w: World) -> None:
 
 @check("prefix cache", "cache_salt", "another salt shares nothing (B96)")
 async def cache_salt(w: World) -> None:
-    prompt = w.prompt(64)
+    prompt = w.prompt(4 * w.one.serving().block_size)
     hits = []
     for salt in ("a", "b", "a"):
         before = await w.metric(w.one, "vllm:prefix_cache_hits_total")
