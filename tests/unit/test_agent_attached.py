@@ -366,5 +366,5 @@ async def test_a_child_ends_by_signal_then_by_force(tmp_path: Path) -> None:
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(InvalidField, match="modelled, vllm or attached"):
+    with pytest.raises(InvalidField, match="modelled, vllm, sglang or attached"):
         engine_for("magic", clock=SystemClock())

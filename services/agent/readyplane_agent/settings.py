@@ -19,7 +19,7 @@ from readyplane.core.worker import Role
 
 ORDERED_AT = "READYPLANE_ORDERED_AT_MONOTONIC_S"
 WISHES = ("tcp", "nixl", "auto")
-ENGINES = ("modelled", "vllm", "attached")
+ENGINES = ("modelled", "vllm", "sglang", "attached")
 
 
 HELP: Mapping[str, str] = {
@@ -39,7 +39,7 @@ HELP: Mapping[str, str] = {
     "mode": "eager, jit or aot",
     "scale_decision_id": "decision that ordered this worker",
     "node": "machine name, for placement",
-    "engine": "modelled, vllm or attached",
+    "engine": "modelled, vllm, sglang or attached",
     "engine_url": "base URL of a running engine (with --engine attached)",
     "engine_args": "one argument for the engine's command line; repeatable",
     "profile": "profile file, or the name of one that ships with readyplane",

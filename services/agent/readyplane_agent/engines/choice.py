@@ -70,8 +70,12 @@ def engine_for(
         from readyplane_agent.engines.vllm import VllmEngine
 
         return VllmEngine(clock=clock)
+    if name == "sglang":
+        from readyplane_agent.engines.sglang import SglangEngine
+
+        return SglangEngine(clock=clock)
     if name == "attached":
         from readyplane_agent.engines.attached import AttachedEngine
 
         return AttachedEngine(url, model=model, profile=profile, clock=clock, token=token)
-    raise InvalidField("--engine", name, "write modelled, vllm or attached")
+    raise InvalidField("--engine", name, "write modelled, vllm, sglang or attached")

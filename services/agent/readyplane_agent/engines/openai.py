@@ -180,7 +180,7 @@ def labels_of(text: bytes, name: str) -> dict[str, str]:
     """Labels of the first sample of a metric; empty where the page has none."""
     for line in text.decode("utf-8", "replace").splitlines():
         if line.startswith((name + "{", name + " ")):
-            return _sample(line)[1]
+            return sample_of(line)[1]
     return {}
 
 
@@ -195,7 +195,7 @@ def read_metrics(text: bytes) -> dict[str, float]:
     for line in text.decode("utf-8", "replace").splitlines():
         if not line or line.startswith("#"):
             continue
-        name, labels, value = _sample(line)
+        name, labels, value = sample_of(line)
         if value is None:
             continue
         found[name] = found.get(name, 0.0) + value
@@ -209,7 +209,8 @@ def read_metrics(text: bytes) -> dict[str, float]:
     return found
 
 
-def _sample(line: str) -> tuple[str, dict[str, str], float | None]:
+def sample_of(line: str) -> tuple[str, dict[str, str], float | None]:
+    """Name, labels and value of one line of Prometheus text; None for no finite number."""
     name, brace, rest = line.partition("{")
     labels: dict[str, str] = {}
     if brace:
