@@ -77,6 +77,94 @@ def tensor_table_document(layout: ArenaLayout, *, manifest_digest: str) -> dict[
     }
 
 
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Which part of a tensor a rank has: [start, stop) along `axis` of the whole `shape`."""
+
+    dtype: str
+    axis: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    @property
+    def full(self) -> int:
+        """Length of the whole along `axis`."""
+        return self.shape[self.axis] if self.shape else 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rank has all of it."""
+        return (self.start, self.stop) == (0, self.full)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """What a rank's table says beside the slots.
+
+    Attributes:
+        rank, world: which of how many. names: of all tensors of the artifact, in its order.
+        parts: by name, of the tensors that this rank has.
+        prompt, golden: the artifact's question and its known answer, empty without.
+    """
+
+    rank: int
+    world: int
+    names: tuple[str, ...]
+    parts: Mapping[str, TensorPart]
+    prompt: tuple[int, ...] = ()
+    golden: tuple[int, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """As it stands in the tensor table, under `rank`."""
+        return {
+            "rank": self.rank,
+            "world": self.world,
+            "names": list(self.names),
+            "parts": {
+                name: [part.dtype, part.axis, part.start, part.stop, list(part.shape)]
+                for name, part in self.parts.items()
+            },
+            "prompt": list(self.prompt),
+            "golden": list(self.golden),
+        }
+
+    @classmethod
+    def from_document(cls, doc: Any) -> RankTable:
+        """The way back. Raises InvalidField: not such a document."""
+        try:
+            return cls(
+                rank=int(doc["rank"]),
+                world=int(doc["world"]),
+                names=tuple(str(name) for name in doc["names"]),
+                parts={
+                    str(name): TensorPart(
+                        str(dtype), int(axis), int(start), int(stop), tuple(int(n) for n in shape)
+                    )
+                    for name, (dtype, axis, start, stop, shape) in doc["parts"].items()
+                },
+                prompt=tuple(int(token) for token in doc["prompt"]),
+                golden=tuple(int(token) for token in doc["golden"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidField(
+                "tensor_table.rank", repr(error), "give the table of a rank to a rank"
+            ) from error
+
+
+def read_rank_table(text: str | bytes) -> RankTable:
+    """What a tensor table says of its rank.
+
+    Raises:
+        InvalidField: it is the table of an engine of one rank, or not such a document.
+    """
+    try:
+        doc = json.loads(text)
+    except ValueError as error:
+        raise InvalidField("tensor_table", repr(error), "write JSON") from error
+    return RankTable.from_document(doc.get("rank") if isinstance(doc, dict) else None)
+
+
 def layout_digest(manifest: Manifest) -> str:
     """Identity of the weights as they lie in memory, beside that of the files (B108).
 

@@ -23,7 +23,8 @@ from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
 from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import SegmentName, StartMode
 from readyplane.kit.clock import SystemClock
-from readyplane_agent.engines.modelled import settings, standing, startup
+from readyplane_agent.engines.modelled import rank, settings, standing, startup
+from readyplane_agent.engines.modelled.communicator import Communicator
 from readyplane_agent.engines.modelled.compiled import captured_shapes
 from readyplane_agent.engines.modelled.core_stages import StagedEngineModel
 from readyplane_agent.engines.modelled.graphs import GraphPlan, GraphStages
@@ -62,6 +63,8 @@ def main() -> int:
     )
     about = {"engine_id": s.engine_id, "pid": os.getpid(), "state": "starting", "failure": ""}
     log = StartupLog(clock, s.startup_file, about)
+    if s.rank:
+        return rank.follow(s, clock, log)
     try:
         asyncio.run(_until_signalled(s, clock, log))
     except ReadyplaneError as error:
@@ -109,19 +112,27 @@ async def serve(
         ) from error
     log.write(port=port)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    starting = loop.create_task(_start(s, clock, log, server, context))
+    group: asyncio.Future[Communicator] = loop.create_future()
+    starting = loop.create_task(_start(s, clock, log, server, context, group))
     stopped = loop.create_task(stopping.wait())
+    lost = loop.create_task(rank.lost(group))
     beats: asyncio.Task[None] | None = None
     try:
-        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({starting, stopped, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            lost.result()
         if starting.done():
             runtime = starting.result()
             beats = loop.create_task(runtime.keep_remote_alive(max(1.0, s.kv_hold_s / 3)))
-            await stopped
+            await asyncio.wait({stopped, lost}, return_when=asyncio.FIRST_COMPLETED)
             server.offered.stop()
             runtime.stop()
+            if lost.done():
+                lost.result()
     finally:
-        for task in (starting, stopped, beats):
+        if group.done():
+            group.result().close()
+        for task in (starting, stopped, lost, beats):
             if task is not None:
                 task.cancel()
         with contextlib.suppress(asyncio.CancelledError, ReadyplaneError):
@@ -140,6 +151,7 @@ async def _start(
     log: StartupLog,
     server: EngineServer,
     context: zmq.Context[zmq.Socket[bytes]],
+    group: asyncio.Future[Communicator],
 ) -> Runtime:
     profile = profiles.load(s.profile)
     config = startup.read_config(s.config)
@@ -153,7 +165,11 @@ async def _start(
         there_s = startup.there_since_s(s.tensor_table, clock=clock)
         since_s = there_s if since_s is None else max(since_s, there_s)
     with log.segment(SegmentName.HOST_TO_DEVICE, since_s=since_s):
-        weights = Weights(s.arena, s.tensor_table, s.plants)
+        weights = (
+            await rank.lead(s, clock, log, group)
+            if s.world > 1
+            else Weights(s.arena, s.tensor_table, s.plants)
+        )
     LOG.info("%d tensors, %d bytes mapped", weights.tensor_count, weights.size_bytes)
     block_size = s.block_size or config["block_size"]
     await startup.modelled(log, clock, s, SegmentName.COMPILE)
@@ -199,7 +215,10 @@ async def _start(
         server.offered.graphs = GraphStages(
             model, plan, settings=s, clock=clock, pump=runtime.stats, plants=s.plants
         )
-    server.offered.reread = lambda: Weights(s.arena, s.tensor_table, s.plants)
+    alone = s.world == 1
+    server.offered.reread = (
+        (lambda: Weights(s.arena, s.tensor_table, s.plants)) if alone else rank.never_again
+    )
     await startup.modelled(log, clock, s, SegmentName.WARMUP)
     _open_channels(s, runtime, context, config, block_size)
     _publish_facts(s, server, runtime, log, config, block_size)
@@ -209,9 +228,7 @@ async def _start(
     return runtime
 
 
-def _graph_plan(
-    s: ModelledSettings, profile: ClassProfile, block_size: int
-) -> GraphPlan | None:
+def _graph_plan(s: ModelledSettings, profile: ClassProfile, block_size: int) -> GraphPlan | None:
     """What is captured later; None where the start has it all."""
     if not s.graph_stages:
         return None

@@ -36,6 +36,7 @@ def compile_key(s: ModelledSettings, config: Mapping[str, Any]) -> dict[str, str
         "profile": s.profile,
         "max_num_seqs": str(s.max_num_seqs),
         "block_size": str(s.block_size or config["block_size"]),
+        **({"tp": str(s.world)} if s.world > 1 else {}),
     }
 
 

@@ -15,6 +15,7 @@ from readyplane.core.errors import InvalidField
 from readyplane.core.profile import LinkClass
 from readyplane.core.startup import SegmentName, StartMode
 from readyplane_agent.engines.modelled.plants import Plant
+from readyplane_agent.engines.ranks import STEPS
 
 # Seconds that real engines spend there for an 8B model, shortened by about ten for a demo.
 MODELLED_SEGMENTS = "parallel_init=0.2,compile=1.2,cuda_graph=0.8,kv_profile=0.3,warmup=0.2"
@@ -57,10 +58,15 @@ class ModelledSettings:
     link: LinkClass
     startup_file: Path | None
     wait_weights_s: float
+    graph_stages: bool
     parent_pid: int
     max_waiting: int
     prefix_caching: bool
     plants: frozenset[Plant]
+    rank: int = 0
+    world: int = 1
+    rendezvous: Path | None = None
+    hold: tuple[int, str] | None = None
 
 
 def parse(argv: Sequence[str]) -> ModelledSettings:
@@ -82,6 +88,8 @@ def parse(argv: Sequence[str]) -> ModelledSettings:
     if given.compile_hit_s is not None:
         _within("compile_hit_s", given.compile_hit_s, 0, 1e6)
     _within("link_bytes_per_s", given.link_bytes_per_s, 1, 1e15)
+    _within("world", given.world, 1, 4096)
+    _within("rank", given.rank, 0, given.world - 1)
     return ModelledSettings(
         engine_id=given.engine_id or f"engine-{os.getpid()}-{os.urandom(4).hex()}",
         model=given.model,
@@ -116,10 +124,15 @@ def parse(argv: Sequence[str]) -> ModelledSettings:
         link=LinkClass(given.link_name, given.link_bytes_per_s, given.link_setup_s),
         startup_file=given.startup_file,
         wait_weights_s=given.wait_weights_s,
+        graph_stages=_staged(given),
         parent_pid=given.parent_pid,
         max_waiting=given.max_waiting,
         prefix_caching=not given.no_prefix_caching,
         plants=frozenset(Plant(name) for name in given.plant),
+        rank=given.rank,
+        world=given.world,
+        rendezvous=given.rendezvous,
+        hold=_hold(given.hold),
     )
 
 
@@ -157,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     faults = [str(plant) for plant in Plant]
     add("--plant", action="append", default=[], choices=faults, help="a fault, for tests")
     add("--mode", default="jit", choices=[str(m) for m in StartMode], help="start mode")
+    add("--graph-stages", action="store_true", help="ready without graphs, capture when asked")
     add("--eager-factor", type=float, default=1.3, help="how much slower eager iterations are")
     add("--modelled-segments", default=MODELLED_SEGMENTS, help="seconds of start-up that is slept")
     add("--compile-cache", type=Path, help="folder of compile artifacts")
@@ -171,7 +185,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--startup-file", type=Path, help="JSON with segments and ports, kept up to date")
     add("--wait-weights-s", type=float, default=0.0, help="wait so long for the tensor table")
     add("--parent-pid", type=int, default=0, help="exit when this process, our parent, is gone")
+    add("--rank", type=int, default=0, help="which rank of a group; 0 is the one that serves")
+    add("--world", type=int, default=1, help="ranks of the group")
+    add("--rendezvous", type=Path, help="file in which rank 0 says where it is")
+    add("--hold", default="", metavar="RANK:STEP", help="a rank stays there, to rehearse it")
     return parser
+
+
+def _hold(text: str) -> tuple[int, str] | None:
+    rank, _, step = text.partition(":")
+    if not text:
+        return None
+    if not rank.isdigit() or step not in STEPS:
+        remedy = "write RANK:STEP with a step of " + ", ".join(STEPS)
+        raise InvalidField("--hold", text, remedy)
+    return int(rank), step
+
+
+def _staged(given: argparse.Namespace) -> bool:
+    if given.graph_stages and given.mode == str(StartMode.EAGER):
+        raise InvalidField("--graph-stages", "eager", "an eager engine never has graphs; take jit")
+    return bool(given.graph_stages)
 
 
 def _segments(text: str) -> dict[SegmentName, float]:

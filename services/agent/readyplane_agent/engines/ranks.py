@@ -1,0 +1,48 @@
+"""Engines of several ranks: what each rank is started with, and what it says of itself.
+
+Owns the values beside `EngineSpec` and the Protocol of an adapter whose engine is several processes,
+one a rank. Rank 0's process is the engine that serves; its memory is `EngineSpec.arena_path`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+STEPS = ("scheduled", "verified", "connected", "placed", "canary_passed")
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """One rank beside rank 0: its number, its memory, and the table of what lies there."""
+
+    rank: int
+    arena_path: Path
+    tensor_table_path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """How far one rank's process is.
+
+    Attributes:
+        step: of `STEPS`, the last it passed. progress: grows while it gets on.
+        pid: of its process. returncode: once that is gone. detail: what it says, or why it ended.
+    """
+
+    rank: int
+    step: str
+    progress: int = 0
+    pid: int = 0
+    returncode: int | None = None
+    detail: str = ""
+
+
+@runtime_checkable
+class HasRanks(Protocol):
+    """An adapter that starts `EngineSpec.ranks` as processes and knows how far they are."""
+
+    def ranks(self) -> tuple[RankStep, ...]:
+        """Every rank, rank 0 included, by number; empty for an engine of one rank or before `start`."""
+        ...
