@@ -137,6 +137,7 @@ class Tracer(Protocol):
         context: Any = None,
         *,
         attributes: Mapping[str, Any] | None = None,
+        links: Sequence[Any] = (),
         start_time: int | None = None,
     ) -> Span:
         """A span that the caller ends; `start_time` is a wall time in nanoseconds."""
@@ -182,14 +183,16 @@ class _Tracer:
         context: Any = None,
         *,
         attributes: Mapping[str, Any] | None = None,
+        links: Sequence[Any] = (),
         start_time: int | None = None,
     ) -> Span:
         real = self._find()
         if real is None:
             return _NO_SPAN
-        return cast(
-            "Span", real.start_span(name, context, attributes=attributes, start_time=start_time)
+        found = real.start_span(
+            name, context, attributes=attributes, links=links, start_time=start_time
         )
+        return cast("Span", found)
 
 
 _NO_SPAN = _NoSpan()
@@ -219,7 +222,10 @@ def setup_tracing(name: str, otlp_endpoint: str = "") -> Callable[[], None]:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    provider = TracerProvider(resource=Resource.create({"service.name": f"readyplane-{name}"}))
+    from readyplane.kit.decision_trace import id_generator
+
+    resource = Resource.create({"service.name": f"readyplane-{name}"})
+    provider = TracerProvider(resource=resource, id_generator=id_generator())
     exporter = OTLPSpanExporter(
         endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https://"), timeout=2
     )

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_
 
 @dataclass(frozen=True)
 class Span:
-    """One span; ids in hex, times in seconds."""
+    """One span; ids in hex, times in seconds; `links` are (trace id, span id)."""
 
     service: str
     name: str
@@ -23,6 +23,7 @@ class Span:
     start_s: float
     end_s: float
     attributes: dict[str, Any]
+    links: tuple[tuple[str, str], ...] = ()
 
 
 class Collector(pb_grpc.TraceServiceServicer):
@@ -51,6 +52,7 @@ class Collector(pb_grpc.TraceServiceServicer):
                         start_s=span.start_time_unix_nano / 1e9,
                         end_s=span.end_time_unix_nano / 1e9,
                         attributes=_attributes(span.attributes),
+                        links=tuple((k.trace_id.hex(), k.span_id.hex()) for k in span.links),
                     )
                     for span in scope.spans
                 ]

@@ -3,13 +3,13 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from readyplane.core.startup import Segment, SegmentName, critical_path
+from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier, critical_path
 from readyplane.core.worker import Role
 from readyplane.kit.clock import SystemClock
 from readyplane_agent import spans
@@ -122,9 +122,10 @@ class Recorder:
         context: Any = None,
         *,
         attributes: Mapping[str, Any] | None = None,
+        links: Sequence[Any] = (),
         start_time: int | None = None,
     ) -> Any:
-        found = {"attributes": attributes, "start": start_time}
+        found = {"attributes": attributes, "start": start_time, "links": links}
         self.spans[name] = found
 
         class Ended:
@@ -149,13 +150,22 @@ def test_one_span_a_segment_under_one_decision(monkeypatch: pytest.MonkeyPatch) 
         model="m",
         router="r:1",
         work_dir=Path("w"),
+        worker_class="h200",
+        generation=3,
+        mode=StartMode.AOT,
         scale_decision_id="d-7",
         otlp_endpoint="collector:4317",
     )
-    spans.export_start(settings, trace, incarnation="w1-a", end_s=10.0, clock=clock)
+    trace.failure = "the canary did not answer"
+    tier = WeightTier.L0_PEER_GPU
+    spans.export_start(settings, trace, incarnation="w1-a", tier=tier, end_s=10.0, clock=clock)
     assert set(recorder.spans) == {"start", "schedule", "compile", "canary"}
     for span in recorder.spans.values():
-        assert span["attributes"]["readyplane.scale_decision_id"] == "d-7"
+        told = {k.removeprefix("readyplane."): v for k, v in span["attributes"].items()}
+        assert told["scale_decision_id"] == "d-7"
+        who = (told["worker_class"], told["tier"], told["mode"], told["generation"])
+        assert who == ("h200", "L0", "aot", 3)
+        assert told["failure"] == trace.failure and told["ended_in"] == "canary"
     second = 1_000_000_000
     root, compiled = recorder.spans["start"], recorder.spans["compile"]
     assert (root["start"], root["end"]) == (1_000_008 * second, 1_000_010 * second)
@@ -170,4 +180,5 @@ def test_without_an_endpoint_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) ->
         worker_id="w", role=Role.BOTH, model="m", router="r:1", work_dir=Path("w")
     )
     trace = StartTrace(Ticking(), process_start_s=9.0)
-    spans.export_start(settings, trace, incarnation="i", end_s=10.0, clock=Ticking())
+    tier = WeightTier.UNKNOWN
+    spans.export_start(settings, trace, incarnation="i", tier=tier, end_s=10.0, clock=Ticking())

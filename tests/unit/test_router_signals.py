@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from readyplane.core.errors import InvalidField, NotFound, UnknownField
-from readyplane.core.startup import Segment, SegmentName
+from readyplane.core.startup import LATER, Segment, SegmentName
 from readyplane.core.work import EventKind
 from readyplane.core.worker import LoadReport, Role, StartProgress
-from readyplane_router.metrics import RouterCollector, StartMetrics
+from readyplane_router.metrics import SEGMENT_METRICS, RouterCollector, StartMetrics
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.rates import Correction
 from readyplane_router.signals import Lengths, Window
@@ -227,6 +227,13 @@ def test_series_follow_what_is_alive_and_junk_makes_none() -> None:
         assert not [name for name in scrape(registry) if 'pool="decode"' in name]
 
     on_virtual_time(main)
+
+
+def test_every_segment_has_a_histogram() -> None:
+    """R6.2. The order to the agent's start is counted apart, since attached engines have it too."""
+    told = [segment for segments in SEGMENT_METRICS.values() for segment in segments]
+    assert len(told) == len(set(told))
+    assert {*told, SegmentName.SCHEDULE} == set(SegmentName) - LATER
 
 
 def test_a_start_is_observed_once_segment_by_segment() -> None:

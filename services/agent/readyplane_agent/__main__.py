@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from readyplane.core.convertible import told_profile
 from readyplane.core.errors import ReadyplaneError, Unavailable
-from readyplane.core.startup import SegmentName
+from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.kit.clock import Clock, SystemClock
 from readyplane.kit.telemetry import setup_logging
 from readyplane.ports import Registry, Router
@@ -172,9 +172,17 @@ def _on_ready(life: Life) -> None:
 
 
 def _export(life: Life) -> None:
+    """The start as a trace: until it served or stood by, or until it failed."""
     clock = SystemClock()
-    end_s = clock.monotonic_s() if life.ready_s is None else life.ready_s
-    export_start(life.settings, life.trace, incarnation=life.incarnation, end_s=end_s, clock=clock)
+    fetched = life.started.fetched
+    export_start(
+        life.settings,
+        life.trace,
+        incarnation=life.incarnation,
+        tier=WeightTier.UNKNOWN if fetched is None else fetched.tier,
+        end_s=clock.monotonic_s() if life.up_s is None else life.up_s,
+        clock=clock,
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 from readyplane.core.errors import ReadyplaneError, StaleEpoch, Unavailable
 from readyplane.kit.clock import Clock
+from readyplane.kit.decision_trace import export_decision
 from readyplane.ports import Actuator, Router
 from readyplane_planner.actuators import Hand, refusals
 from readyplane_planner.decide import Decision, Memory, Plan, decide
@@ -378,6 +379,13 @@ class PlannerService:
             if decision.changed:
                 self._recent.appendleft(row_of(record))
                 log.info(record.summary, extra={"scale_decision_id": decision.decision_id})
+                export_decision(
+                    decision.decision_id,
+                    model=record.model,
+                    summary=record.summary,
+                    orders=len(decision.orders),
+                    drains=len(decision.drains),
+                )
         if not self._leadership.leading:
             return
         self._succession.carry_on(self._hand, self._memory)
