@@ -87,7 +87,13 @@ class OpenAiEngine:
         )
 
     async def complete(
-        self, prompt_token_ids: Sequence[int], *, max_tokens: int, timeout_s: float, **more: Any
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        timeout_s: float,
+        path: str = "/v1/completions",
+        **more: Any,
     ) -> GenerateResult:
         """One completion of a prompt given as tokens; `more` fields of the request.
 
@@ -103,7 +109,7 @@ class OpenAiEngine:
             "return_token_ids": True,
             **more,
         }
-        doc = await self.post("/v1/completions", body, timeout_s=timeout_s)
+        doc = await self.post(path, body, timeout_s=timeout_s)
         try:
             choice = doc["choices"][0]
             text, reason = str(choice["text"]), str(choice["finish_reason"])

@@ -23,6 +23,9 @@ from readyplane.core.kv import KvEventBatch
 from readyplane.core.startup import Segment, SegmentName
 from readyplane.core.worker import LoadReport, Serving
 from readyplane.kit.clock import Clock, SystemClock
+from readyplane_agent.engines.modelled import standing
+from readyplane_agent.engines.modelled.asked import AskedBeyond
+from readyplane_agent.engines.offers import Imported
 from readyplane_agent.engines.openai import LOAD_LIMIT_S, OpenAiEngine, read_metrics
 from readyplane_agent.engines.port import EngineSpec, GenerateResult
 from readyplane_agent.engines.vllm_events import KvEventReader
@@ -33,11 +36,13 @@ KILL_LIMIT_S = 5.0
 CPU_TICKS_STEP = 10  # so much more processor time is progress: 0.1 s
 LOG_TAIL_BYTES = 8192
 STARTUP_FILE = "engine-startup.json"
-SPAWNED_AT = "READYPLANE_SPAWNED_AT_MONOTONIC_S"
+ORDERS_FILE = "engine-orders.json"
+ENGINE = ("-m", "readyplane_agent.engines.modelled")
+ENGINE_WORDS = 1 + len(ENGINE)
 _LATENESS = "readyplane_engine_lateness_seconds{"
 
 
-class ModelledEngine:
+class ModelledEngine(AskedBeyond):
     """`EnginePort` over `python -m readyplane_agent.engines.modelled`.
 
     Args:
@@ -53,6 +58,7 @@ class ModelledEngine:
         self._load = LoadReport()
         self._load_s: float | None = None
         self._up_s: float | None = None
+        self._imported: Imported | None = None
         self._reader: KvEventReader | None = None
 
     @property
@@ -68,16 +74,44 @@ class ModelledEngine:
     # ------------------------------------------------------------------ start and stop
 
     async def start(self, spec: EngineSpec) -> None:
-        """Start the process. Raises Unavailable when it cannot be started."""
+        """Start the process, or tell the one that stands by. Raises Unavailable when neither can."""
         self._spec = spec
         spec.work_dir.mkdir(parents=True, exist_ok=True)
-        self._startup_path.unlink(missing_ok=True)
+        if self._imported is None:
+            self._startup_path.unlink(missing_ok=True)
+            await self._spawn(self.command(spec), spec)
+            return
+        if self.returncode is not None:
+            raise self._died()
+        self._imported, self._facts = None, {}
+        orders = spec.work_dir / ORDERS_FILE
+        part = orders.with_name(orders.name + ".part")
+        part.write_text(json.dumps(self.command(spec)[ENGINE_WORDS:]))
+        part.replace(orders)
+
+    async def stand_by(
+        self, spec: EngineSpec, *, stall_s: float = 60.0, limit_s: float = 600.0
+    ) -> Imported:
+        """Start a process that imports everything and waits; `start` tells it what to load."""
+        self._spec = spec
+        spec.work_dir.mkdir(parents=True, exist_ok=True)
+        for name in (STARTUP_FILE, ORDERS_FILE):
+            (spec.work_dir / name).unlink(missing_ok=True)
+        command = [self._python, *ENGINE, standing.STAND_BY, str(spec.work_dir / ORDERS_FILE)]
+        command += ["--startup-file", str(self._startup_path), "--parent-pid", str(os.getpid())]
+        await self._spawn(command, spec)
+        await self._until("imported", stall_s=stall_s, limit_s=limit_s)
+        start_s, ready_s = float(self._facts["start_s"]), float(self._facts["ready_s"])
+        self._imported = Imported(self.pid, start_s, ready_s, _resident_bytes(self.pid), 0)
+        return self._imported
+
+    async def _spawn(self, command: Sequence[str], spec: EngineSpec) -> None:
         environment = {**os.environ, **spec.environment}
-        environment[SPAWNED_AT] = repr(self._clock.monotonic_s())
+        environment[standing.SPAWNED_AT] = repr(self._clock.monotonic_s())
         try:
             with spec.log_path.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *self.command(spec),
+                    *command,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -119,10 +153,11 @@ class ModelledEngine:
             flags.append(("--compile-cache", spec.compile_cache_dir))
         if spec.wait_weights:
             flags.append(("--wait-weights-s", 86_400))
-        command = [self._python, "-m", "readyplane_agent.engines.modelled"]
+        command = [self._python, *ENGINE]
         for flag, value in flags:
             command += [flag, str(value)]
-        return command + list(spec.extra_args)
+        staged = ["--graph-stages"] if spec.graph_stages else []
+        return [*command, *staged, *spec.extra_args]
 
     @property
     def _startup_path(self) -> Path:
@@ -131,20 +166,25 @@ class ModelledEngine:
 
     async def wait_ready(self, *, stall_s: float = 60.0, limit_s: float = 1800.0) -> None:
         """Return when `/health` is 200; see the port for what counts as progress."""
+        await self._until("ready", stall_s=stall_s, limit_s=limit_s)
         spec = self._spec
-        if self._process is None or spec is None:
+        assert spec is not None
+        url = f"http://{spec.host}:{self._facts['port']}"
+        self._client = OpenAiEngine(url, model=spec.model)
+        await self._client.get("/health", timeout_s=10.0)
+        self._up_s = self._clock.monotonic_s()
+
+    async def _until(self, state: str, *, stall_s: float, limit_s: float) -> None:
+        """Wait for a state of the start-up file."""
+        if self._process is None:
             raise Unavailable("the engine was not started", "call start first")
         begun_s = moved_s = self._clock.monotonic_s()
         seen: object = None
         while True:
-            if self._process.returncode is not None:
+            if self.returncode is not None:
                 raise self._died()
             self._read_facts()
-            if self._facts.get("state") == "ready":
-                url = f"http://{spec.host}:{self._facts['port']}"
-                self._client = OpenAiEngine(url, model=spec.model)
-                await self._client.get("/health", timeout_s=10.0)
-                self._up_s = self._clock.monotonic_s()
+            if self._facts.get("state") == state:
                 return
             now_s = self._clock.monotonic_s()
             found = self._progress()
@@ -172,7 +212,7 @@ class ModelledEngine:
         """Whatever changes when a start gets on: segments, log, processor time."""
         assert self._process is not None
         assert self._spec is not None
-        used = _cpu_ticks(self._process.pid)
+        used = cpu_ticks(self._process.pid)
         try:
             size = self._spec.log_path.stat().st_size
         except OSError:
@@ -189,7 +229,12 @@ class ModelledEngine:
             self._read_facts()
         told = tuple(
             Segment(
-                SegmentName(s["name"]), s["start_s"], s["end_s"], s["modelled"], str(s["detail"])
+                SegmentName(s["name"]),
+                s["start_s"],
+                s["end_s"],
+                s["modelled"],
+                str(s["detail"]),
+                s["saved_s"],
             )
             for s in self._facts.get("segments", ())
         )
@@ -344,7 +389,7 @@ class ModelledEngine:
         return all(metrics.get(name) == 0 for name in names)
 
 
-def _cpu_ticks(pid: int) -> int:
+def cpu_ticks(pid: int) -> int:
     """Processor time of a process in kernel ticks of 10 ms, 0 when it is gone (proc(5), stat)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -352,6 +397,15 @@ def _cpu_ticks(pid: int) -> int:
         return 0
     fields = text.rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
+
+
+def _resident_bytes(pid: int) -> int | None:
+    """Memory of a process in the host; None when nobody says (proc(5), statm)."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _whole(value: float | None) -> int | None:

@@ -26,6 +26,8 @@ class Plant(StrEnum):
     kv_hashes: its KV events name other tokens than were computed. half_kv: half of the KV blocks.
     wrong_eos: it does not know where answers end. not_greedy: temperature 0 samples.
     seed_ignored: a seeded answer does not repeat. choices_ignored: structured outputs are free text.
+    graph_tokens: graphs that were captured later answer other tokens. graph_fails: they cannot all be
+    captured.
     """
 
     SWAPPED_TENSORS = "swapped_tensors"
@@ -39,6 +41,8 @@ class Plant(StrEnum):
     NOT_GREEDY = "not_greedy"
     SEED_IGNORED = "seed_ignored"
     CHOICES_IGNORED = "choices_ignored"
+    GRAPH_TOKENS = "graph_tokens"
+    GRAPH_FAILS = "graph_fails"
 
 
 def spoiled_slots(slots: Sequence[TensorSlot], plants: Collection[Plant]) -> tuple[TensorSlot, ...]:

@@ -126,7 +126,7 @@ class Runtime:
         make_id: Callable[[], str],
     ) -> None:
         self.model, self.metrics = model, metrics
-        self._clock, self._weights = clock, weights
+        self._clock, self.weights = clock, weights
         self._max_model_len, self._max_waiting = max_model_len, max_waiting
         self._link, self._engine_id, self._host = link, engine_id, host
         self._make_id = make_id
@@ -298,7 +298,7 @@ class Runtime:
         """All tokens of the answer: those begun elsewhere, and what goes on from them."""
         begun = job.ask.continues.output if job.ask.continues is not None else ()
         goes_on = answer.Answer(
-            self._weights, context, kv=kv, draws=draws_of(job.ask), choices=choices_of(job.ask)
+            self.weights, context, kv=kv, draws=draws_of(job.ask), choices=choices_of(job.ask)
         )
         return [*begun, *goes_on.take(max(0, job.output - len(begun)))]
 
@@ -436,7 +436,7 @@ class Runtime:
             packed = pack_tokens((*job.ask.prompt, *job.tokens[: job.base + job.emitted]))
         count = -(-(len(packed) // 4) // self.model.block_size)
         ids = tuple(self._block_ids.popleft() for _ in range(count))
-        digest = answer.kv_digest(self._weights, packed)
+        digest = answer.kv_digest(self.weights, packed)
         channel.held[job.id] = HeldKv(packed, digest, ids, job.ask.request_id)
         job.kv_params = {
             "do_remote_prefill": True,
@@ -521,7 +521,7 @@ class Runtime:
 
     def _decode_from(self, job: Job, pulled: PulledKv) -> None:
         """The answer follows from the KV as it is, not from what it should be."""
-        if pulled.prompt == job.packed and pulled.kv == answer.kv_digest(self._weights, job.packed):
+        if pulled.prompt == job.packed and pulled.kv == answer.kv_digest(self.weights, job.packed):
             return
         job.cut = None
         job.tokens = self._answer(job, pulled.prompt, kv=pulled.kv)

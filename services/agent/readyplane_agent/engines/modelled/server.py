@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from readyplane.kit.clock import Clock
@@ -23,6 +24,7 @@ from readyplane_agent.engines.modelled.body import (
 )
 from readyplane_agent.engines.modelled.http import Exchange, HttpServer
 from readyplane_agent.engines.modelled.metrics import EngineMetrics
+from readyplane_agent.engines.modelled.offered import Offered
 from readyplane_agent.engines.modelled.plants import Plant, spoiled_ask, spoiled_tokens
 from readyplane_agent.engines.modelled.runtime import Job, Piece, Runtime
 
@@ -40,6 +42,7 @@ class EngineServer:
         self._model, self._clock, self._plants = model, clock, plants
         self._asked = 0
         self.runtime: Runtime | None = None
+        self.offered = Offered()
         self.metrics: EngineMetrics | None = None
         self.config: Mapping[str, Any] = {}
         self.cache_config: Mapping[str, object] = {}
@@ -65,8 +68,30 @@ class EngineServer:
                 ("GET", "/kv_event_sources"): self._ready(
                     lambda x: x.reply_json(200, self.event_sources)
                 ),
+                **self._beyond(),
             }
         )
+
+    def _beyond(self) -> dict[tuple[str, str], Callable[[Exchange], None]]:
+        """Our own: graphs that come later, sleep."""
+        offered = self.offered
+        answer_captured = self._ready(lambda x: self._generate(x, chat=False, captured=True))
+        return {
+            ("GET", "/graphs"): self._ready(offered.show_graphs),
+            ("POST", "/graphs/capture"): self._ready(offered.capture),
+            ("POST", "/graphs/answer"): answer_captured,
+            ("POST", "/graphs/use"): self._ready(offered.use),
+            ("POST", "/graphs/drop"): self._ready(offered.drop),
+            ("POST", "/sleep"): self._ready(lambda x: offered.sleep(x, self._runtime())),
+            ("POST", "/wake_up"): self._ready(lambda x: offered.wake(x, self._runtime())),
+            ("GET", "/is_sleeping"): self._ready(
+                lambda x: x.reply_json(200, offered.sleep_document())
+            ),
+        }
+
+    def _runtime(self) -> Runtime:
+        assert self.runtime is not None
+        return self.runtime
 
     def _ready(self, handler: Callable[[Exchange], None]) -> Callable[[Exchange], None]:
         def answered(exchange: Exchange) -> None:
@@ -85,6 +110,8 @@ class EngineServer:
     def _health(self, exchange: Exchange) -> None:
         if self.runtime is None:
             exchange.reply_json(503, {"status": self.state})
+        elif self.offered.failure:
+            exchange.reply_json(503, {"status": self.offered.failure})
         else:
             exchange.reply(200, b"")
 
@@ -157,13 +184,16 @@ class EngineServer:
     def _metrics(self, exchange: Exchange) -> None:
         assert self.runtime is not None
         assert self.metrics is not None
-        page = self.metrics.page(self.runtime.stats(), cache_config=self.cache_config)
+        stats = self.runtime.stats()
+        config = {**self.cache_config, "num_gpu_blocks": stats.kv_total_blocks}
+        page = self.metrics.page(stats, cache_config=config)
         exchange.reply(200, page, "text/plain; version=0.0.4; charset=utf-8")
 
     # ------------------------------------------------------------------ answers
 
-    def _generate(self, exchange: Exchange, *, chat: bool) -> None:
+    def _generate(self, exchange: Exchange, *, chat: bool, captured: bool = False) -> None:
         assert self.runtime is not None
+        self.offered.check_awake()
         ask = read_ask(
             exchange.body,
             chat=chat,
@@ -174,6 +204,8 @@ class EngineServer:
         )
         self._asked += 1
         ask = spoiled_ask(ask, self._asked, self._plants)
+        if self.offered.spoils(captured=captured):
+            ask = replace(ask, seed=self._asked)
         writer = (_Stream if ask.stream else _Whole)(
             exchange, ask, self._model, int(self._clock.wall_s())
         )
