@@ -42,6 +42,7 @@ from readyplane.ports import (
     Source,
     Transfer,
 )
+from readyplane_agent.engines.mapping import ArenaMap, read_file_parts
 from readyplane_agent.engines.port import EngineSpec, GenerateResult, read_tensor_table
 from readyplane_agent.pacing import ServingTimes
 
@@ -457,8 +458,9 @@ class TwinEngine:
 
         assert self.spec is not None
         assert self.spec.tensor_table_path.exists(), "the table comes before this is asked"
-        slots, size = read_tensor_table(self.spec.tensor_table_path.read_text())
-        data = np.memmap(self.spec.arena_path, dtype=np.uint8, mode="r")
+        table = self.spec.tensor_table_path.read_text()
+        slots, size = read_tensor_table(table)
+        data = ArenaMap(self.spec.arena_path, size, read_file_parts(table)).view
         assert len(data) >= size
         self.tensors = {s.name: bytes(data[s.offset_bytes :][: s.size_bytes]) for s in slots}
         start_s = time.monotonic()

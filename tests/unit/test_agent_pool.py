@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.startup import SegmentName, WeightTier
+from readyplane.core.worker import Role
 from readyplane.kit.clock import SystemClock
 from readyplane_agent import pool as pool_module
 from readyplane_agent.adopt import adopt
@@ -21,6 +22,7 @@ from readyplane_agent.arena import Arena, arena_bytes
 from readyplane_agent.engines.layout import arena_layout, tensor_table_document
 from readyplane_agent.pool import ArenaPool, PooledMemory, zero
 from readyplane_agent.pool_slots import OWNED, TABLE, Event, Slot, State, left_alone, step
+from readyplane_agent.settings import AgentSettings
 from readyplane_agent.source_use import SourceUse
 from readyplane_agent.start_memory import arena_for, fault_in, take_held
 from readyplane_agent.trace import StartTrace
@@ -229,10 +231,16 @@ async def test_a_worker_that_starts_again_finds_its_weights(tmp_path: Path) -> N
     clock = SystemClock()
     size = arena_bytes(art.manifest)
     assert arena_bytes(other.manifest) == size
+    settings = AgentSettings(
+        worker_id="w1", role=Role.PREFILL, model="tiny", router="r:1", work_dir=tmp_path,
+        pool_dir=tmp_path, pool_bytes_max=size,
+    )  # fmt: skip
 
     async def start(which: Artifact, owner: str) -> tuple[Arena, tuple[SourceUse, ...]]:
         trace = StartTrace(clock, process_start_s=clock.monotonic_s())
-        arena = await arena_for(which.manifest, pool_dir=tmp_path, pool_bytes_max=size, owner=owner)
+        arena = await arena_for(
+            which.manifest, settings, cache=None, owner=owner, clock=clock, trace=trace
+        )
         held = await take_held(arena, node="local", clock=clock, trace=trace)
         await fault_in(arena, trace)
         names = [segment.name for segment in trace.segments()]
@@ -263,7 +271,10 @@ async def test_a_worker_that_starts_again_finds_its_weights(tmp_path: Path) -> N
     arena, (use,) = await start(art, "w3")
     assert arena.complete and use.bytes_read == art.manifest.size_bytes
     arena.seal()
-    full = await arena_for(other.manifest, pool_dir=tmp_path, pool_bytes_max=size, owner="w4")
+    none = StartTrace(clock, process_start_s=clock.monotonic_s())
+    full = await arena_for(
+        other.manifest, settings, cache=None, owner="w4", clock=clock, trace=none
+    )
     assert not isinstance(full.memory, PooledMemory), "no room: memory of its own"
     full.close()
     arena.close()

@@ -1,8 +1,9 @@
 """An engine's side of the arena: its tensors by name, without a copy and read-only.
 
-Owns the map of one arena. Needs numpy only; with PyTorch there, tensors of its own types share the
+Needs numpy only; with PyTorch there, tensors of its own types share the
 same memory. An arena stays what it is for as long as it is adopted (B126): a sealed one is guarded
-by the kernel, a pooled one by the shared lock taken here, without which its pool lends it to nobody.
+by the kernel, a pooled one by the shared lock that its map takes, without which its pool lends it to
+nobody, and files of the node's cache by the same lock, without which they would be evicted.
 
     arena = adopt(Path(spec.arena_path), spec.tensor_table_path.read_bytes())
     weight = arena["model.layers.0.mlp.up_proj.weight"]
@@ -10,11 +11,7 @@ by the kernel, a pooled one by the shared lock taken here, without which its poo
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ import numpy as np
 
 from readyplane.core.errors import InvalidField
 from readyplane_agent.engines.layout import TensorSlot, read_tensor_table
+from readyplane_agent.engines.mapping import ArenaMap, read_file_parts
 
 # Types that numpy has not come as the bits they are; `torch` gives them their meaning.
 NUMPY: Mapping[str, str] = {
@@ -63,19 +61,9 @@ TORCH: Mapping[str, str] = {
 class AdoptedArena(Mapping[str, "np.ndarray[Any, Any]"]):
     """Tensors by name, as read-only numpy views of shared memory."""
 
-    def __init__(self, path: Path, slots: tuple[TensorSlot, ...], size_bytes: int) -> None:
+    def __init__(self, slots: tuple[TensorSlot, ...], mapped: ArenaMap) -> None:
         self.slots = {slot.name: slot for slot in slots}
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            found = os.fstat(self._fd).st_size
-            if found < size_bytes:
-                raise InvalidField("arena", f"{found} B", f"give an arena of {size_bytes} B")
-            with suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._map = mmap.mmap(self._fd, found, prot=mmap.PROT_READ)
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self._mapped = mapped
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         """One tensor; BF16 and F8 as their bits. Raises KeyError."""
@@ -86,7 +74,7 @@ class AdoptedArena(Mapping[str, "np.ndarray[Any, Any]"]):
             nothing.flags.writeable = False
             return nothing
         count = slot.size_bytes // kind.itemsize
-        flat = np.frombuffer(self._map, kind, count=count, offset=slot.offset_bytes)
+        flat = np.frombuffer(self._mapped.view, kind, count=count, offset=slot.offset_bytes)
         return flat.reshape(slot.shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -114,7 +102,7 @@ class AdoptedArena(Mapping[str, "np.ndarray[Any, Any]"]):
             return torch.empty(slot.shape, dtype=kind)
         if slot.offset_bytes % kind.itemsize:
             raise InvalidField(name, slot.offset_bytes, f"align it to {kind.itemsize} B")
-        data = memoryview(self._map)[slot.offset_bytes : slot.offset_bytes + slot.size_bytes]
+        data = self._mapped.view[slot.offset_bytes : slot.offset_bytes + slot.size_bytes]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the memory is read-only is what is wanted
             return torch.frombuffer(data, dtype=kind).reshape(slot.shape)
@@ -125,12 +113,7 @@ class AdoptedArena(Mapping[str, "np.ndarray[Any, Any]"]):
 
     def close(self) -> None:
         """Let go of it; while a view is still held it stays adopted. Idempotent."""
-        if self._fd < 0:
-            return
-        with suppress(BufferError):
-            self._map.close()
-            os.close(self._fd)
-            self._fd = -1
+        self._mapped.close()
 
 
 def adopt(path: Path, tensor_table: bytes | str) -> AdoptedArena:
@@ -141,4 +124,4 @@ def adopt(path: Path, tensor_table: bytes | str) -> AdoptedArena:
         OSError: it cannot be opened.
     """
     slots, size_bytes = read_tensor_table(tensor_table)
-    return AdoptedArena(path, slots, size_bytes)
+    return AdoptedArena(slots, ArenaMap(path, size_bytes, read_file_parts(tensor_table)))

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import FileEntry, Manifest
 from readyplane_agent.arena_memory import ArenaMemory
 from readyplane_agent.chunk_order import VERIFIED
-from readyplane_agent.engines.layout import ARENA_ALIGN_BYTES, arena_layout
+from readyplane_agent.engines.layout import ARENA_ALIGN_BYTES, arena_layout, tensor_table_document
 
 PREFAULT_BYTES = 32 * 2**20
 
@@ -50,7 +51,7 @@ class Arena:
         places: tuple[Mapping[str, int], int] | None = None,
     ) -> None:
         self.manifest = manifest
-        self.offsets, self.size_bytes = _places(manifest) if places is None else places
+        self.offsets, self.size_bytes = places_of(manifest) if places is None else places
         self._entries = {entry.path: entry for entry in manifest.files}
         self.chunks: tuple[tuple[str, int], ...] = tuple(
             (entry.path, index) for entry in manifest.files for index in range(len(entry.chunks))
@@ -76,6 +77,10 @@ class Arena:
     def path(self) -> Path:
         """Where another process of this user can open the arena while this one lives."""
         return self.memory.path
+
+    def locate(self, path: str, start: int = 0) -> tuple[int, int]:
+        """Where a byte of a file lies: (which of the memory's `descriptors`, offset)."""
+        return self.memory.locate(self.offsets[path] + start)
 
     def entry(self, path: str) -> FileEntry | None:
         """The manifest's line about a file, None when it has no such file."""
@@ -134,6 +139,20 @@ class Arena:
         view = self.view(path)
         for start in range(0, len(view), size_bytes):
             yield view[start : start + size_bytes]
+
+    @property
+    def rank_paths(self) -> tuple[Path, ...]:
+        """Each rank's memory, by its number, as `path`."""
+        return (self.path,)
+
+    def placed(self) -> tuple[int, ...]:
+        """Bytes that each rank's memory holds so far, by its number; not counted for one rank."""
+        return (0,)
+
+    def tables(self) -> tuple[dict[str, Any], ...]:
+        """Each rank's tensor table, by its number."""
+        layout = arena_layout(self.manifest)
+        return (tensor_table_document(layout, manifest_digest=self.manifest.digest),)
 
     @property
     def world(self) -> int:
@@ -201,10 +220,10 @@ class Arena:
 
 def arena_bytes(manifest: Manifest) -> int:
     """How much memory the arena of a manifest takes."""
-    return _places(manifest)[1]
+    return places_of(manifest)[1]
 
 
-def _places(manifest: Manifest) -> tuple[Mapping[str, int], int]:
+def places_of(manifest: Manifest) -> tuple[Mapping[str, int], int]:
     """(offset of each file, length of the arena): weights as the engine sees them, then the rest."""
     layout = arena_layout(manifest)
     offsets = dict(layout.file_offsets)

@@ -60,10 +60,13 @@ class ArenaMemory:
 
     Attributes:
         view: all of it. faulted: what `prefault` has done so far.
+        one_file: whether `fd` is all of it, from its first byte on.
 
     Raises:
         Unavailable: the machine has not that much memory.
     """
+
+    one_file = True
 
     def __init__(self, size_bytes: int, *, fd: int | None = None) -> None:
         self.size_bytes = size_bytes
@@ -92,6 +95,15 @@ class ArenaMemory:
     def path(self) -> Path:
         """Where another process of this user can open the memory while this one lives."""
         return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The files that hold the memory."""
+        return (self.fd,)
+
+    def locate(self, at: int) -> tuple[int, int]:
+        """The file that holds a byte: (which of `descriptors`, offset in it)."""
+        return 0, at
 
     def prefault(self, start: int, size_bytes: int) -> bool:
         """Fault a range in, changing no byte of it, also while somebody writes there.

@@ -67,6 +67,8 @@ class NixlProcess:
     """
 
     def __init__(self, arena: Arena, *, python: str, name: str, gives: bool) -> None:
+        if not arena.memory.one_file:
+            raise Ended("an arena of mapped files is given over TCP")
         way = "give" if gives else "read"
         words = [python or sys.executable, "-I", str(CHILD), str(arena.fd), str(arena.size_bytes)]
         try:

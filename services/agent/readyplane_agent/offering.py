@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import BinaryIO
 from urllib.parse import parse_qs, unquote
 
 from readyplane_agent.arena import Arena
@@ -41,12 +40,13 @@ class Offering:
         self._arena = arena
         self.digest = arena.manifest.digest
         self.layout = layout_digest(arena.manifest)
-        self.file: BinaryIO = os.fdopen(os.dup(arena.fd), "rb", buffering=0)
+        self._files = [os.dup(fd) for fd in arena.memory.descriptors]
         self._echo = f"{INCARNATION}: {incarnation}\r\n{LAYOUT}: {self.layout}\r\n"
 
-    def at(self, answer: Answer) -> int:
-        """Where in `file` the bytes of an answer begin."""
-        return self._arena.offsets[answer.path] + answer.start
+    def where(self, answer: Answer) -> tuple[int, int]:
+        """Where the bytes of an answer begin: (descriptor, offset)."""
+        number, at = self._arena.locate(answer.path, answer.start)
+        return self._files[number], at
 
     def refusal(self, digest: str, query: str) -> Answer | None:
         """Why this reader gets nothing of what it speaks of, None when it may have it."""
@@ -90,7 +90,7 @@ class Offering:
 
     def address(self, chunk: Answer, base: int) -> Answer:
         """Instead of a chunk that may go: where it lies in memory that begins at `base`."""
-        at = f"{AT}: {base + self.at(chunk)}\r\n"
+        at = f"{AT}: {base + self._arena.offsets[chunk.path] + chunk.start}\r\n"
         return Answer("204 No Content", size=chunk.size, extra=chunk.extra + at)
 
     def nixl(self, metadata: str) -> Answer:
@@ -98,8 +98,10 @@ class Offering:
         return Answer("204 No Content", extra=f"{self._echo}{NIXL}: {metadata}\r\n")
 
     def close(self) -> None:
-        """Give the file back."""
-        self.file.close()
+        """Give the files back. Idempotent."""
+        files, self._files = self._files, []
+        for fd in files:
+            os.close(fd)
 
 
 def echoed(head: Mapping[str, str], *, incarnation: str, layout: str) -> str:

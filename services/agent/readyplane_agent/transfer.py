@@ -370,16 +370,14 @@ class TransferServer:
         finally:
             self._active -= 1
 
-    async def _send_file(
-        self, writer: asyncio.StreamWriter, head: bytes, answer: Answer
-    ) -> None:
+    async def _send_file(self, writer: asyncio.StreamWriter, head: bytes, answer: Answer) -> None:
         assert self._offering is not None
-        file, at, left = self._offering.file, self._offering.at(answer), answer.size
+        (file, at), left = self._offering.where(answer), answer.size
         while left:
             size = await self._paid(left)
             await self._sending.send(
                 writer,
-                file.fileno(),
+                file,
                 at,
                 size,
                 head=head,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import mmap
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from readyplane.core.identity import parse
 from readyplane.core.startup import Segment, SegmentName, StartMode
 from readyplane.kit.clock import Clock
 from readyplane_agent.engines.layout import read_tensor_table
+from readyplane_agent.engines.mapping import ArenaMap, read_file_parts
 from readyplane_agent.engines.modelled.answer import fingerprint, tensor_digest
 from readyplane_agent.engines.modelled.compiled import (
     captured_shapes,
@@ -138,17 +138,13 @@ class Weights:
         if not slots:
             raise InvalidField("tensor_table.tensors", [], "list every tensor of the weights")
         try:
-            with arena.open("rb") as file:
-                found = os.fstat(file.fileno()).st_size
-                if found < size:
-                    raise InvalidField("arena", found, f"give a file of at least {size} bytes")
-                self._map = mmap.mmap(file.fileno(), found, access=mmap.ACCESS_READ)
+            self._map = ArenaMap(arena, size, read_file_parts(text))
         except OSError as error:
             raise NotFound("arena", str(arena), f"load the weights there first ({error})") from None
         except ValueError as error:
             raise Unavailable(f"cannot map {arena} ({error})", "check the arena") from error
         self.tensor_count, self.size_bytes = len(slots), size
-        view = memoryview(self._map)
+        view = self._map.view[:]
         slots = spoiled_slots(slots, plants)
         first = next((slot.name for slot in slots if slot.size_bytes), "")
         found_weights = fingerprint(
