@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.startup import Segment, WeightTier
+from readyplane.core.weight_bound import WeightBound, weight_bound
 
 COLD, WARM = "cold", "warm"
 # Weights from far away make a start cold; from this node or a peer they make it warm.
@@ -66,6 +67,8 @@ class StartGroup:
         p50_s, p90_s, p99_s: of T_ready; with few starts the tail is the slowest of them.
         mean_s: of T_ready. exclusive_s: mean share of each segment, largest first.
         modelled: segments that were only slept in some of them.
+        weights: means of the bound of R7.1 and of what was measured, of the starts that told both;
+            None where none did.
         typical: the start whose T_ready is nearest to the median.
     """
 
@@ -78,6 +81,7 @@ class StartGroup:
     exclusive_s: Mapping[str, float]
     unexplained_s: float
     modelled: frozenset[str]
+    weights: WeightBound | None
     typical: Start
 
     @property
@@ -134,7 +138,18 @@ def summed(name: str, starts: Sequence[Start]) -> StartGroup:
         exclusive_s=ranked,
         unexplained_s=sum(s.unexplained_s for s in starts) / count,
         modelled=frozenset(str(g.name) for s in starts for g in s.segments if g.modelled),
+        weights=_mean_bound([b for s in starts if (b := weight_bound(s.segments)) is not None]),
         typical=min(starts, key=lambda s: (abs(s.wall_s - p50_s), s.worker_id)),
+    )
+
+
+def _mean_bound(found: Sequence[WeightBound]) -> WeightBound | None:
+    if not found:
+        return None
+    return WeightBound(
+        sum(b.size_bytes for b in found) / len(found),
+        sum(b.bound_s for b in found) / len(found),
+        sum(b.measured_s for b in found) / len(found),
     )
 
 

@@ -1,18 +1,21 @@
 """`readyplane startup report` and `readyplane workers ID`: what they collect, print, write and read."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from readyplane.core.worker import CheckResult
+from readyplane.core.startup import Segment, SegmentName
+from readyplane.core.worker import CheckResult, WorkerState
 from tests.unit.cli_world import (
     CLUSTER,
     FakePlanner,
     FakeRouter,
     Terminal,
     clean_environment,
+    explanation,
     fleet,
     stand_in,
     worker,
@@ -81,6 +84,70 @@ def test_cold_against_warm_from_files_with_a_picture(cli: Terminal, tmp_path: Pa
     table = said.out.partition("mean exclusive seconds")[2]
     line = next(each for each in table.splitlines() if each.strip().startswith("weight_transfer"))
     assert line.split()[1::2] == ["15.00", "2.00", "13.00"], line
+
+
+def lost(name: str, ended_in: str | None, failure: str, **more: Any) -> dict[str, Any]:
+    """A failed start as an explanation tells it."""
+    found = {
+        **explanation("d")["starts"][0],
+        "worker_id": name,
+        "status": "failed",
+        "wall_s": 900.0,
+        "ended_in": ended_in,
+        "failure": failure,
+        "note": "ended (exit code 3)",
+        "worker_class": "h200",
+        "mode": "jit",
+    }
+    return {**found, **more}
+
+
+def test_failed_starts_are_counted_apart_by_where_they_ended(
+    monkeypatch: pytest.MonkeyPatch, cli: Terminal, tmp_path: Path
+) -> None:
+    class Journal(FakePlanner):
+        async def explain(self, decision_id: str) -> dict[str, Any]:
+            told = await super().explain(decision_id)
+            bad = [lost("p-7", "canary", "p-7: wrong answer"), lost("p-8", None, "")]
+            return {**told, "starts": [*told["starts"], *bad]}
+
+    died = worker("p-9-zzzz", WorkerState.GONE, serving=None)
+    assert died.progress is not None
+    running = (*died.progress.segments[:2], Segment(SegmentName.CANARY, 104.0, None))
+    told = replace(died.progress, segments=running, failure="p-9-zzzz: wrong answer")
+    by_hand = replace(died, progress=told)
+    stand_in(monkeypatch, "RouterClient", FakeRouter(fleet(worker(), by_hand)))
+    stand_in(monkeypatch, "PlannerClient", Journal())
+    said = cli("startup", "report", "--json", *BOTH)
+    assert said.code == 0, said.err
+    found = {f["worker_id"]: f for f in said.document["failed"]}
+    assert found["p-7"]["ended_in"] == found["p-9-zzzz"]["ended_in"] == "canary"
+    assert (found["p-8"]["ended_in"], found["p-8"]["failure"]) == ("unknown", "ended (exit code 3)")
+    assert max(g["p99_s"] for g in said.document["groups"]) < 10.0  # nobody waited 900 s
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps(said.document))
+    shown = cli("startup", "report", "--from", str(path))
+    assert shown.code == 0, shown.err
+    assert "3 starts failed" in shown.out and "WORKER: wrong answer" in shown.out
+    path.write_text(json.dumps({**said.document, "starts": []}))
+    only = cli("startup", "report", "--from", str(path), "--png", str(tmp_path / "x.png"))
+    assert only.code == 1 and "ready" in only.err
+    assert cli("startup", "report", "--from", str(path)).code == 0
+
+
+def test_the_bound_of_the_weights_beside_what_they_took(cli: Terminal, tmp_path: Path) -> None:
+    detail = (
+        "L4 store: 1000.0 MB, 120 chunks, 0.50 GB/s, "
+        "bound 1.25 s at the fastest measured 0.80 GB/s, efficiency 0.62"
+    )
+    document = start("c1", "L4", 3.0)
+    document["segments"][0]["detail"] = detail
+    path = saved(tmp_path, "a.json", document)
+    said = cli("startup", "report", "--from", str(path))
+    assert "bound M/B_min 1.25 s, efficiency 0.62" in said.out
+    (group,) = cli("startup", "report", "--from", str(path), "--json").document["groups"]
+    assert group["weights"]["measured_s"] == 2.0
+    assert group["weights"]["efficiency"] == pytest.approx(0.625)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,18 @@ def test_a_gate_that_refuses_says_which_check() -> None:
     assert next(m["note"] for m in found if m["who"] == "gate") == "kv_format: dtype differs"
 
 
+def test_a_failed_start_says_where_it_ended_and_why() -> None:
+    start = {**START, "failure": "the canary was wrong", "ended_in": "canary"}
+    more = {"worker_class": "h200", "mode": "aot", "checks": []}
+    lost = told("failed", 8.0, note="exit code 3", start=start, **more)
+    (found,) = explanation(ORDERED, [*WHOLE[:3], lost], {})["starts"]
+    assert (found["status"], found["ended_in"]) == ("failed", "canary")
+    assert found["failure"] == "the canary was wrong"
+    assert (found["worker_class"], found["mode"]) == ("h200", "aot")
+    (fine,) = explanation(ORDERED, WHOLE, {})["starts"]
+    assert fine["ended_in"] is None
+
+
 @pytest.mark.parametrize(
     ("outcomes", "last"),
     [

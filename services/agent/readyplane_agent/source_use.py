@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from readyplane.core.startup import WeightTier
+from readyplane.core.weight_bound import bound_words
 from readyplane_agent.files import ReadWays
 from readyplane_agent.ranges import Fault
 
@@ -66,12 +67,8 @@ class SourceUse:
         parts = [f"{self.tier} {self.source_id}: {self.bytes_read / 1e6:.1f} MB"]
         parts.append(f"{self.chunks} chunks, {rate / 1e9:.2f} GB/s")
         fastest = max(self.bandwidth_bytes_per_s, rate) if now_s is None else 0.0
-        if fastest > 0:
-            bound_s = self.bytes_read / fastest
-            parts.append(
-                f"bound {bound_s:.3f} s at the fastest measured {fastest / 1e9:.2f} GB/s, "
-                f"efficiency {bound_s / took_s:.2f}"
-            )
+        if bound := bound_words(self.bytes_read, fastest_bytes_per_s=fastest, took_s=took_s):
+            parts.append(bound)
         if self.way:
             parts.append(self.way)
         if self.again_bytes:

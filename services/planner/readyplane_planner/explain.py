@@ -80,6 +80,7 @@ def _start(
     elif "failed" in found:
         start = found["failed"].document.get("start") or {}
     end = next((kind for kind in ENDS if kind in found), None)
+    lost: Mapping[str, Any] = found["failed"].document if end == "failed" else {}
     status = end or ("starting" if row is not None or "ordered" in found else "ordered")
     after = {
         kind: round(found[kind].at_s - record.create_s, 3)
@@ -101,9 +102,11 @@ def _start(
         "dominant_segment": dominant,
         "blocking_segment": start.get("blocking_segment"),
         "tier": ready.document.get("tier") if ready is not None else None,
-        "worker_class": sample.get("worker_class"),
-        "mode": sample.get("mode"),
+        "worker_class": sample.get("worker_class") or lost.get("worker_class"),
+        "mode": sample.get("mode") or lost.get("mode"),
         "note": note,
+        "failure": start.get("failure") or "",
+        "ended_in": start.get("ended_in") or start.get("blocking_segment") if lost else None,
         "log_tail": start.get("log_tail", "") or _log_of(found),
     }
 

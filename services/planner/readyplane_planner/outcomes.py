@@ -155,7 +155,11 @@ class Follower:
         order, code = instance.order, instance.exit_code
         if (order.scale_decision_id, order.worker_id, "failed") in self.told:
             return
-        document: dict[str, Any] = {"note": f"{instance.reason or 'ended'} (exit code {code})"}
+        document: dict[str, Any] = {
+            "note": f"{instance.reason or 'ended'} (exit code {code})",
+            "worker_class": order.worker_class,
+            "mode": str(order.mode),
+        }
         worker = self.starting.pop(order.worker_id, None)
         if worker is not None:
             document["start"] = start_document(worker)

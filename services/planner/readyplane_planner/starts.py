@@ -59,11 +59,13 @@ def start_document(worker: Worker) -> dict[str, Any]:
             "dominant_segment": None,
             "log_tail": "",
             "failure": "",
+            "ended_in": None,
         }
     path, begun_s = found
     open_segments = [s for s in progress.segments if s.end_s is None]
     starting = worker.state in RUNNING
-    blocking = max(open_segments, key=lambda s: s.start_s, default=None) if starting else None
+    running = max(open_segments, key=lambda s: s.start_s, default=None)
+    blocking = running if starting else None
     return {
         "wall_s": path.wall_s,
         "segments": [
@@ -82,6 +84,7 @@ def start_document(worker: Worker) -> dict[str, Any]:
         "dominant_segment": None if path.dominant is None else str(path.dominant),
         "log_tail": progress.log_tail if starting or progress.failure else "",
         "failure": progress.failure,
+        "ended_in": str(running.name) if running is not None and progress.failure else None,
     }
 
 
