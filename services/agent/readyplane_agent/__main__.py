@@ -85,6 +85,7 @@ async def _live(settings: AgentSettings, trace: StartTrace) -> int:
             url=settings.engine_url,
             model=settings.model,
             profile=profile.name,
+            tp=settings.tp,
         )
         folder = settings.cache_dir or settings.work_dir.parent / "weight-cache"
         attached = settings.engine == "attached"

@@ -23,6 +23,9 @@ class Barrier:
 
     Args:
         lease: as it stands now. digest: of the manifest that was verified. limit_s: of a start.
+
+    Attributes:
+        others: tells how far the other ranks are; None for a worker of one.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Barrier:
         digest: Callable[[], str],
         limit_s: float,
     ) -> None:
+        self.others: Callable[[], Awaitable[None]] | None = None
         self._router, self._clock, self._patient = router, clock, patient
         self._lease, self._digest, self._limit_s = lease, digest, limit_s
 
@@ -76,6 +80,8 @@ class Barrier:
         """
         until_s = self._clock.monotonic_s() + self._limit_s
         while True:
+            if self.others is not None:
+                await self.others()
             status = await self.passed(LAST)
             if status.state == "published":
                 return status.group_epoch

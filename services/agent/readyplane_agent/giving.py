@@ -57,9 +57,10 @@ class Giving:
     async def begin(self, arena: Arena) -> None:
         """Give this arena's chunks as they are verified; whoever plans after this knows of it."""
         self._arena = arena
-        self._transfer.offer(arena)
-        arena.tell_whole = self._announce
-        self._open_nixl(arena)
+        if arena.whole_files:
+            self._transfer.offer(arena)
+            arena.tell_whole = self._announce
+            self._open_nixl(arena)
         await self._announce()
 
     def _open_nixl(self, arena: Arena) -> None:
@@ -108,7 +109,7 @@ class Giving:
             return
         self._withdrawn = True
         self._turn.set()
-        if self._arena is not None:
+        if self._arena is not None and self._arena.whole_files:
             await self._registry.withdraw_source(self._source_id, reason=why)
 
     @property
@@ -117,7 +118,7 @@ class Giving:
 
     def _sources(self, arena: Arena) -> list[Source]:
         digest, complete = arena.manifest.digest, arena.complete
-        found = [
+        own = [
             Source(
                 source_id=self._source_id,
                 digest=digest,
@@ -134,6 +135,7 @@ class Giving:
                 draining=self._transfer.draining,
             )
         ]
+        found = own if arena.whole_files else []  # parts of ranks are no files to read from
         if complete and self._cache is not None and self._cache.holds(arena.manifest):
             found.append(cache_source(self._cache, digest, self._s.node))
         return found

@@ -11,11 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from readyplane.core.errors import IdentityMismatch, InvalidField
 from readyplane.core.identity import Manifest, chunk_hash
 from readyplane_agent.arena import Arena
 from readyplane_agent.arena_memory import ArenaMemory
+from readyplane_agent.engines.layout import RankTable, TensorPart, tensor_table_document
 from readyplane_agent.group_plan import GroupPlan, uncovered
 from readyplane_agent.rank_arena import Buffers, lift, place
 from readyplane_agent.rank_plan import Placement, RankPlan
@@ -65,6 +68,41 @@ class GroupArena(Arena):
                 self._by_file.setdefault(placed.tensor.file, []).append((rank, placed))
 
     @property
+    def path(self) -> Path:
+        """Rank 0's memory."""
+        return self.rank_paths[0]
+
+    @property
+    def rank_paths(self) -> tuple[Path, ...]:
+        """Each rank's memory, by its number."""
+        return tuple(rank.memory.path for rank in self.ranks)
+
+    def placed(self) -> tuple[int, ...]:
+        """Bytes that each rank's memory holds so far, by its number."""
+        return tuple(rank.placed_bytes for rank in self.ranks)
+
+    def tables(self) -> tuple[dict[str, Any], ...]:
+        """Each rank's tensor table, by its number."""
+        return tuple(self._table(number) for number in range(self.world))
+
+    def _table(self, number: int) -> dict[str, Any]:
+        plan, canary = self.ranks[number].plan, self.manifest.canary
+        parts = {
+            p.tensor.name: TensorPart(p.dtype, p.axis, p.start, p.stop, whole_shape(p))
+            for p in plan.placements
+        }
+        table = RankTable(
+            rank=number,
+            world=self.world,
+            names=tuple(tensor.name for tensor in self.manifest.tensors),
+            parts=parts,
+            prompt=() if canary is None else canary.prompt_token_ids,
+            golden=() if canary is None else canary.golden_token_ids,
+        )
+        document = tensor_table_document(plan.layout, manifest_digest=self.manifest.digest)
+        return {**document, "rank": table.document()}
+
+    @property
     def world(self) -> int:
         """How many ranks have their memory here."""
         return len(self.ranks)
@@ -77,7 +115,7 @@ class GroupArena(Arena):
         """Tensors and bytes of each rank, by its number."""
         return {
             "rank_tensors": [len(rank.plan.placements) for rank in self.ranks],
-            "rank_bytes": [rank.placed_bytes for rank in self.ranks],
+            "rank_bytes": list(self.placed()),
         }
 
     @property
@@ -187,3 +225,8 @@ class GroupArena(Arena):
             low, high = max(start, begin), min(end, stop)
             if low < high:
                 yield low, high, self.plan.offsets[path, begin] + low - begin
+
+
+def whole_shape(placed: Placement) -> tuple[int, ...]:
+    """Shape of the tensor that a part was cut from; a scalar has none."""
+    return placed.tensor.shape if placed.shape else ()

@@ -14,9 +14,8 @@ from itertools import pairwise
 from readyplane.core.errors import IdentityMismatch, InvalidField
 from readyplane.core.identity import Manifest
 from readyplane_agent.engines.layout import ARENA_ALIGN_BYTES
+from readyplane_agent.engines.ranks import TP_MAX
 from readyplane_agent.rank_plan import Placement, RankPlan, SplitRule, plan_rank
-
-TP_MAX = 64
 
 # Column-parallel layers are cut along their outputs, row-parallel ones along their inputs (Megatron-LM);
 # embedding and head along the vocabulary. What is not named is whole on every rank.

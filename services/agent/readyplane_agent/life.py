@@ -20,6 +20,7 @@ from readyplane.core.startup import SegmentName, critical_path
 from readyplane.core.worker import Lease, Role, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import Directive, RankReport, Registry, Router
+from readyplane_agent import meeting
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.changing import Changing
 from readyplane_agent.engines.port import EnginePort
@@ -39,6 +40,7 @@ from readyplane_agent.lifecycle import (
 )
 from readyplane_agent.load import LoadReader
 from readyplane_agent.loop import News, Session
+from readyplane_agent.ranks import blamed
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.starting import Start, Started
 from readyplane_agent.trace import StartTrace, within
@@ -51,7 +53,7 @@ DRAIN_NEWS_S = 0.5
 SERVE_TURN_S = 1.0
 IDLE_ASKED_S_MAX = 1.0
 STANDBY_NEWS_S = 0.5
-ENGINE_WATCH_S = 1.0
+ENGINE_WATCH_S = 0.25
 LEAVE_LIMIT_S = 3.0
 ENGINE_GRACE_S = 5.0
 TRANSFER_GRACE_S = 5.0
@@ -126,6 +128,7 @@ class Life:
             health=self._health,
             metrics=self.metrics,
         )
+        self.transfer.engine_told = lambda: meeting.told(engine)
         self.giving = Giving(
             settings,
             incarnation=incarnation,
@@ -405,6 +408,7 @@ class Life:
             ordered_ago_s=None if ordered is None else self._clock.monotonic_s() - ordered,
             mode=s.mode,
             attached=s.engine == "attached",
+            ranks=s.tp,
             convertible=s.convertible_tpot_s > 0,
             standby=s.standby and self.ready_s is None,
         )
@@ -491,7 +495,14 @@ class Life:
         lease = self._lease()
         await self.session.renew()
         await self._router.report_rank(
-            RankReport(lease.worker_id, lease.incarnation, lease.epoch, 0, "failed", detail=why)
+            RankReport(
+                lease.worker_id,
+                lease.incarnation,
+                lease.epoch,
+                blamed(self.engine),
+                "failed",
+                detail=why,
+            )
         )
 
     async def _quietly(self, work: Awaitable[object], *, limit_s: float = LEAVE_LIMIT_S) -> None:

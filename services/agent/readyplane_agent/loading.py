@@ -18,13 +18,12 @@ from readyplane.ports import FetchPlan, Registry
 from readyplane_agent import probes
 from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
-from readyplane_agent.engines.layout import arena_layout, tensor_table_document
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.loader import Loader
+from readyplane_agent.mapped_memory import files_of
 from readyplane_agent.nixl_way import Transport
 from readyplane_agent.patience import Patient
 from readyplane_agent.pipeline import staging_share
-from readyplane_agent.proving import RANKS
 from readyplane_agent.reading import Reader
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.trace import StartTrace
@@ -32,7 +31,7 @@ from readyplane_agent.vouching import refuse_untrusted
 
 log = logging.getLogger("agent.start")
 
-CHECKPOINT_ENGINES = ("vllm",)
+CHECKPOINT_ENGINES = ("vllm", "sglang")
 
 
 class Loading:
@@ -125,7 +124,12 @@ class Loading:
             connections=self._s.read_connections,
             limit_s=self._s.fetch_limit_s,
             token=self._s.token,
-            transport=Transport(self._s.transport, self._s.nixl_python),
+            # NIXL writes to an arena's memory, and a chunk for several ranks is cut after it came.
+            transport=(
+                Transport(self._s.transport, self._s.nixl_python)
+                if arena.whole_files
+                else Transport()
+            ),
         )
 
     async def verify(self, arena: Arena, spec: EngineSpec) -> None:
@@ -135,7 +139,7 @@ class Loading:
         """
         manifest = arena.manifest
         arena.seal()
-        missing = await asyncio.to_thread(probes.missing_tensors, arena, ranks=RANKS)
+        missing = await asyncio.to_thread(probes.missing_tensors, arena, ranks=self._s.tp)
         if missing:
             raise IdentityMismatch("weights", missing[:8], "publish the artifact again")
         if self._s.engine in CHECKPOINT_ENGINES:
@@ -145,8 +149,11 @@ class Loading:
                     await asyncio.to_thread(
                         write_whole, self._s.work_dir / "files" / entry.path, arena.view(entry.path)
                     )
-        table = tensor_table_document(arena_layout(manifest), manifest_digest=manifest.digest)
-        write_whole(spec.tensor_table_path, json.dumps(table).encode())
+        tables = arena.tables()
+        tables[0].update(files_of(arena, tables[0]["arena_bytes"]))
+        paths = (spec.tensor_table_path, *(rank.tensor_table_path for rank in spec.ranks))
+        for path, table in zip(paths, tables, strict=True):
+            write_whole(path, json.dumps(table).encode())
 
     async def keep(self, arena: Arena) -> None:
         """Let the node's cache have the files, if it has not; beside the start."""
@@ -156,7 +163,7 @@ class Loading:
         try:
             written = await asyncio.to_thread(cache.store, arena)
             log.info("weight cache: %.1f MB written", written / 1e6)
-        except OSError as error:
+        except (OSError, IdentityMismatch) as error:
             log.warning("weight cache not written: %s", error)
 
 

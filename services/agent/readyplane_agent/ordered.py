@@ -10,6 +10,7 @@ from readyplane.core.identity import Manifest
 from readyplane.core.profile import ClassProfile
 from readyplane_agent.arena import Arena
 from readyplane_agent.engines.port import EngineSpec
+from readyplane_agent.engines.ranks import RankSpec
 from readyplane_agent.settings import AgentSettings
 
 
@@ -40,6 +41,11 @@ def own_engine(
         manifest_digest=manifest.digest,
         arena_path=arena.path,
         tensor_table_path=work / "tensors.json",
+        ranks=tuple(
+            RankSpec(rank, path, work / f"tensors-{rank}.json")
+            for rank, path in enumerate(arena.rank_paths)
+            if rank
+        ),
         config_path=config,
         tokenizer_path=work / "files" / tokenizers[0] if tokenizers else None,
         profile=s.profile or s.worker_class,

@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from readyplane.core import gate_checks as gc
+from readyplane.core.identity import NO_CONNECTOR
 from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import WeightTier
 from readyplane.core.worker import CheckResult, Role, Serving
 from readyplane.kit.clock import Clock
 from readyplane.ports import Router
-from readyplane_agent import basics, probes
+from readyplane_agent import basics, meeting, probes
 from readyplane_agent.engines.choice import client_of, ordered_kv_tokens
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort
@@ -26,7 +27,6 @@ from readyplane_agent.settings import AgentSettings
 if TYPE_CHECKING:
     from readyplane_agent.starting import Started
 
-RANKS = 1
 
 
 class Proving:
@@ -69,6 +69,7 @@ class Proving:
         """
         question = probes.Question.of(self._started.manifest)
         serving = self.serving()
+        await self._find_partner(serving)
         first = await probes.ask(self._engine, question)
         asked, connector = await asyncio.gather(
             probes.canary(self._engine, question, first),
@@ -78,6 +79,21 @@ class Proving:
         checks += [*self._loaded(serving), await self._kv_hashes(serving, question)]
         checks.append(await probes.kv_pool(self._engine, serving, self._clock))
         return serving, first.token_ids, await self._amended(checks, serving, question)
+
+    async def _find_partner(self, serving: Serving) -> None:
+        """An engine that answers with another one only is proved with one."""
+        if not isinstance(self._engine, meeting.Meets) or not self._engine.meets:
+            return
+        partner = await meeting.partner_for(
+            lambda: self._patient(lambda: self._router.list_workers(self._s.model)),
+            worker_id=self._s.worker_id,
+            role=self._started.role,
+            serving=serving,
+            clock=self._clock,
+            limit_s=self._s.start_limit_s,
+            token=self._s.token,
+        )
+        self._engine.meet(partner)
 
     async def _amended(
         self, checks: list[CheckResult], serving: Serving, question: probes.Question
@@ -101,7 +117,7 @@ class Proving:
         arena = self._started.arena
         if arena is not None:
             return probes.loaded_checks(
-                arena, tokenizer_digest=serving.tokenizer_digest, ranks=RANKS
+                arena, tokenizer_digest=serving.tokenizer_digest, ranks=self._s.tp
             )
         names = set(gc.ATTACHED_MAY_SKIP) - {gc.KV_CONNECTOR}
         return probes.not_applicable(names, "the engine was running before anybody could look")
@@ -112,6 +128,11 @@ class Proving:
         if self._s.engine == "attached" and self._s.role is Role.BOTH:
             why = "it serves both stages: nothing is handed over"
             return probes.not_applicable([gc.KV_CONNECTOR], why)[0]
+        if meeting.needs_partner(self._engine):
+            return await meeting.connector_check(self._engine, question, expected)
+        if serving.kv.connector in NO_CONNECTOR:
+            evidence = {"outbound": False, "inbound": False, "detail": "it has no KV connector"}
+            return CheckResult(gc.KV_CONNECTOR, True, evidence, "it serves both stages alone")
         fleet = await self._patient(lambda: self._router.list_workers(self._s.model))
         peers = [
             (w.worker_id, OpenAiEngine(w.serving.engine_url, model=self._s.model))

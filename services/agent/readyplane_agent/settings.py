@@ -16,6 +16,7 @@ from typing import Any
 from readyplane.core.errors import InvalidField
 from readyplane.core.startup import StartMode
 from readyplane.core.worker import Role
+from readyplane_agent.engines.ranks import TP_MAX
 
 ORDERED_AT = "READYPLANE_ORDERED_AT_MONOTONIC_S"
 WISHES = ("tcp", "nixl", "auto")
@@ -35,6 +36,7 @@ HELP: Mapping[str, str] = {
     "standby": "true: pass the gate, then wait until the router activates it",
     "trust_file": "trust policy (JSON): whose signatures a manifest needs before it is loaded",
     "worker_class": "worker class, as the planner names it",
+    "tp": "ranks of this worker, on this machine; each maps its part of the weights alone",
     "generation": "rollout generation of the group",
     "mode": "eager, jit or aot",
     "scale_decision_id": "decision that ordered this worker",
@@ -49,6 +51,8 @@ HELP: Mapping[str, str] = {
     "compile_bytes_max": "most bytes of compiled code kept beside the weight cache",
     "pool_dir": "node's pool of arenas in shared memory, kept across restarts (tier L1)",
     "pool_bytes_max": "most bytes of all arenas of the pool, in use or not",
+    "weights_memory": "copy (memory of its own, which nobody can change) or map (files of the weight "
+    "cache that lie in the page cache are mapped, verified there and not copied)",
     "staging_bytes": "most bytes read and not yet verified at once",
     "staging_node_bytes": "most staging of all processes of this node together",
     "node_processes": "workers or ranks of this node that may load at once; each has its share",
@@ -91,6 +95,7 @@ class AgentSettings:
     manifest: str = ""
     trust_file: Path | None = None
     worker_class: str = "default"
+    tp: int = 1
     convertible_tpot_s: float = 0.0
     standby: bool = False
     generation: int = 1
@@ -107,6 +112,7 @@ class AgentSettings:
     compile_bytes_max: int = 20 * 2**30
     pool_dir: Path | None = None
     pool_bytes_max: int = 64 * 2**30
+    weights_memory: str = "copy"
     staging_bytes: int = 64 * 2**20
     staging_node_bytes: int = 2 * 2**30
     node_processes: int = 8
@@ -230,6 +236,7 @@ def _checked(s: AgentSettings) -> AgentSettings:
         if getattr(s, name) < 1:
             raise InvalidField(_flag(name), getattr(s, name), "use a whole number from 1")
     _check_convertible(s)
+    _check_ranks(s)
     from_zero = ("kv_tokens", "convertible_tpot_s", "serving_ttft_s", "serving_tpot_s")
     for name in (*from_zero, "transfer_readers_max", "transfer_bytes_per_s"):
         if getattr(s, name) < 0:
@@ -244,9 +251,21 @@ def _check_words(s: AgentSettings) -> None:
     for name in ("worker_id", "model", "router"):
         if not getattr(s, name):
             raise InvalidField(_flag(name), "", "give a non-empty text")
-    for name, words in (("engine", ENGINES), ("transport", WISHES)):
+    for name, words in (
+        ("engine", ENGINES),
+        ("transport", WISHES),
+        ("weights_memory", ("copy", "map")),
+    ):
         if getattr(s, name) not in words:
             raise InvalidField(_flag(name), getattr(s, name), "write one of " + ", ".join(words))
+
+
+def _check_ranks(s: AgentSettings) -> None:
+    if not 1 <= s.tp <= TP_MAX:
+        raise InvalidField("--tp", s.tp, f"use 1 to {TP_MAX}")
+    if s.tp > 1 and s.engine != "modelled":
+        remedy = f"leave it out: engine {s.engine} starts its own ranks, see --engine-arg"
+        raise InvalidField("--tp", s.tp, remedy)
 
 
 def _check_convertible(s: AgentSettings) -> None:

@@ -37,6 +37,7 @@ from readyplane_agent.no_source import bounded
 from readyplane_agent.ordered import attached_engine, own_engine
 from readyplane_agent.patience import Patience
 from readyplane_agent.proving import Proving
+from readyplane_agent.ranks import Ranks
 from readyplane_agent.reuse import Reuse
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.source_use import Fetched
@@ -117,6 +118,15 @@ class Start:
             digest=lambda: self.manifest_digest,
             limit_s=settings.start_limit_s,
         )
+        self._ranks = Ranks(
+            world=settings.tp,
+            engine=engine,
+            barrier=self._barrier,
+            placed=lambda: () if started.arena is None else started.arena.placed(),
+            clock=clock,
+        )
+        if settings.tp > 1:
+            self._barrier.others = lambda: self._ranks.tell(again=True)
         self._proving = Proving(
             settings,
             router=router,
@@ -135,11 +145,14 @@ class Start:
         return self._s.manifest or f"attached:{self._s.model}"
 
     async def run(self) -> None:
-        """From lease to admission.
+        """From lease to admission, of all ranks.
 
         Raises:
             ReadyplaneError: why this start has failed.
         """
+        await self._ranks.beside(self._run())
+
+    async def _run(self) -> None:
         if self._s.engine == "attached":
             await self._attach()
         else:
@@ -197,9 +210,11 @@ class Start:
             vouched = await self._loading.vouched(manifest)
             arena = await arena_for(
                 manifest,
-                pool_dir=self._s.pool_dir,
-                pool_bytes_max=self._s.pool_bytes_max,
+                self._s,
+                cache=self._cache,
                 owner=self._incarnation,
+                clock=self._clock,
+                trace=self._trace,
             )
             self._started.manifest, self._started.arena = manifest, arena
             await self._give(arena)  # before the plan: whoever plans later can read behind us

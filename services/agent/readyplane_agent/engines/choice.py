@@ -55,13 +55,24 @@ def ordered_kv_tokens(s: AgentSettings, profile: ClassProfile, engine: EnginePor
 
 
 def engine_for(
-    name: str, *, clock: Clock, url: str = "", model: str = "", profile: str = "", token: str = ""
+    name: str,
+    *,
+    clock: Clock,
+    url: str = "",
+    model: str = "",
+    profile: str = "",
+    token: str = "",
+    tp: int = 1,
 ) -> EnginePort:
-    """A new engine port by name; `url` is for an attached engine only.
+    """A new engine port by name; `url` is for an attached engine only, `tp` for a modelled one.
 
     Raises:
         InvalidField: no such engine.
     """
+    if name == "modelled" and tp > 1:
+        from readyplane_agent.engines.modelled.group import ModelledGroup
+
+        return ModelledGroup(clock=clock)
     if name == "modelled":
         from readyplane_agent.engines.modelled.adapter import ModelledEngine
 

@@ -25,6 +25,7 @@ from readyplane_agent.engines.layout import (
     read_tensor_table,
     tensor_table_document,
 )
+from readyplane_agent.engines.ranks import RankSpec
 from readyplane_agent.pacing import ServingTimes
 
 __all__ = [
@@ -67,6 +68,8 @@ class EngineSpec:
             rename, when every chunk is verified).
         graph_stages: ready with few graphs; more are captured afterwards (`offers.StagesGraphs`).
             An engine that cannot raises Unsupported at `start`.
+        ranks: the ranks beside rank 0, whose memory is `arena_path`; empty for an engine that is
+            one process to us, however many it starts itself.
         extra_args: appended to its command line.
         environment: added to its environment.
     """
@@ -95,6 +98,7 @@ class EngineSpec:
     max_num_seqs: int = 0
     wait_weights: bool = False
     graph_stages: bool = False
+    ranks: tuple[RankSpec, ...] = ()
     extra_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 

@@ -6,10 +6,14 @@ one a rank. Rank 0's process is the engine that serves; its memory is `EngineSpe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+TP_MAX = 64
+# Exit status of a rank that ended because another one was gone: it is not to blame.
+LOST_STATUS = 4
 STEPS = ("scheduled", "verified", "connected", "placed", "canary_passed")
 
 
@@ -46,3 +50,9 @@ class HasRanks(Protocol):
     def ranks(self) -> tuple[RankStep, ...]:
         """Every rank, rank 0 included, by number; empty for an engine of one rank or before `start`."""
         ...
+
+
+def first_gone(ranks: Iterable[RankStep]) -> RankStep | None:
+    """The rank that ended by itself, before those that lost another; None while all run."""
+    gone = [rank for rank in ranks if rank.returncode is not None]
+    return min(gone, key=lambda rank: (rank.returncode == LOST_STATUS, rank.rank), default=None)

@@ -1,7 +1,8 @@
 """Start one modelled engine: bind, take over the weights, get ready, serve, stop when told.
 
 Owns the order of a start and the wiring of the parts. Exit codes: 0 stopped as told, 1 the start
-failed (the reason is the last line of the log and in the start-up file), 2 wrong flags.
+failed (the reason is the last line of the log and in the start-up file), 2 wrong flags, 4 another
+rank of the group is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import SegmentName, StartMode
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.engines.modelled import rank, settings, standing, startup
-from readyplane_agent.engines.modelled.communicator import Communicator
+from readyplane_agent.engines.modelled.communicator import Communicator, RankLost
 from readyplane_agent.engines.modelled.compiled import captured_shapes
 from readyplane_agent.engines.modelled.core_stages import StagedEngineModel
 from readyplane_agent.engines.modelled.graphs import GraphPlan, GraphStages
@@ -37,6 +38,7 @@ from readyplane_agent.engines.modelled.runtime import Runtime
 from readyplane_agent.engines.modelled.server import VERSION, EngineServer
 from readyplane_agent.engines.modelled.settings import ModelledSettings
 from readyplane_agent.engines.modelled.startup import StartupLog, Weights
+from readyplane_agent.engines.ranks import LOST_STATUS
 
 LOG = logging.getLogger("engine")
 _PR_SET_PDEATHSIG = 1
@@ -70,7 +72,7 @@ def main() -> int:
     except ReadyplaneError as error:
         log.write(state="failed", failure=str(error))
         print(f"modelled engine cannot start: {error}", file=sys.stderr, flush=True)
-        return 1
+        return LOST_STATUS if isinstance(error, RankLost) else 1
     return 0
 
 

@@ -3,7 +3,7 @@
 Owns the links, a sum over all ranks, and the beats that tell that every rank still takes part. Rank 0
 listens at a free port and writes it, with a word that only this group knows, to a file; the others
 wait for the file. A communicator that lost a rank is not mended: whoever waits for it gets
-Unavailable and ends, and a new group makes a new one.
+`RankLost` and ends, and a new group makes a new one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ BEAT_LIMIT_S = 10.0
 CONNECT_PAUSE_S = 0.02
 HELLO = struct.Struct("<32sI")
 WORD = struct.Struct("<Q")
+BEAT = b"beat"
 MASK = 2**64 - 1
 REMEDY = "start the group anew"
+
+
+class RankLost(Unavailable):
+    """Another rank of the group is gone, or never came."""
 
 
 class Communicator:
     """This rank's links: of rank 0 to all others, of the others to rank 0.
 
-    Every call is one that all ranks make in the same order. Raises Unavailable wherever another rank
+    Every call is one that all ranks make in the same order. Raises RankLost wherever another rank
     is gone, naming it where that is known.
     """
 
@@ -67,7 +72,7 @@ class Communicator:
             for link in links.values():
                 link.close()
             absent = sorted(set(range(1, world)) - set(links))
-            raise Unavailable(f"ranks {absent} did not connect ({error})", REMEDY) from error
+            raise RankLost(f"ranks {absent} did not connect ({error})", REMEDY) from error
         finally:
             rendezvous.unlink(missing_ok=True)
         return cls(0, world, links)
@@ -86,7 +91,7 @@ class Communicator:
                 link.sendall(HELLO.pack(str(told["word"]).encode(), rank))
             except (OSError, ValueError, KeyError) as error:
                 if clock.monotonic_s() > until_s:
-                    raise Unavailable(f"rank 0 is not found ({error})", REMEDY) from error
+                    raise RankLost(f"rank 0 is not found ({error})", REMEDY) from error
                 pause.wait(CONNECT_PAUSE_S)
             else:
                 return cls(rank, world, {0: link})
@@ -135,25 +140,27 @@ class Communicator:
         """Rank 0: one sum with all others, within `BEAT_LIMIT_S`; as long as it lasts nobody is gone."""
         for link in self._links.values():
             link.settimeout(BEAT_LIMIT_S)
+        self.spread(BEAT)
         (present,) = self.all_reduce([1])
         if present != self.world:
-            raise Unavailable(f"{present} of {self.world} ranks answered", REMEDY)
+            raise RankLost(f"{present} of {self.world} ranks answered", REMEDY)
 
     def watch(self) -> None:
-        """Rank 0: beat until closed. Raises Unavailable as soon as a rank is gone."""
+        """Rank 0: beat until closed. Raises RankLost as soon as a rank is gone."""
         links = {link: rank for rank, link in self._links.items()}
         while not self._closed.is_set():
             gone, _, _ = select.select(list(links), [], [], BEAT_EVERY_S)
             if self._closed.is_set():
                 return
             if gone:  # nobody speaks between two beats: this is the end of a link
-                raise Unavailable(f"rank {links[gone[0]]} is gone", REMEDY)
+                raise RankLost(f"rank {links[gone[0]]} is gone", REMEDY)
             self.beat()
 
     def stand(self) -> None:
-        """Other ranks: answer rank 0's beats. Raises Unavailable when rank 0 is gone."""
+        """Other ranks: answer rank 0's beats. Raises RankLost when rank 0 is gone."""
         self._links[0].settimeout(None)
         while True:
+            self.spread(b"")
             self.all_reduce([1])
 
     def close(self) -> None:
@@ -168,15 +175,15 @@ class Communicator:
         try:
             self._links[rank].sendall(data)
         except OSError as error:
-            raise Unavailable(f"rank {rank} is gone ({error})", REMEDY) from error
+            raise RankLost(f"rank {rank} is gone ({error})", REMEDY) from error
 
     def _take(self, rank: int, size: int) -> memoryview:
         try:
             return _whole(self._links[rank], size)
         except TimeoutError as error:
-            raise Unavailable(f"rank {rank} does not answer", REMEDY) from error
+            raise RankLost(f"rank {rank} does not answer", REMEDY) from error
         except OSError as error:
-            raise Unavailable(f"rank {rank} is gone ({error})", REMEDY) from error
+            raise RankLost(f"rank {rank} is gone ({error})", REMEDY) from error
 
 
 def _tell(path: Path, document: dict[str, object]) -> None:

@@ -18,9 +18,10 @@ from readyplane.core.errors import InvalidField, ReadyplaneError, Unsupported
 from readyplane.core.startup import SegmentName
 from readyplane.kit.clock import Clock
 from readyplane_agent.engines.modelled import group_weights
-from readyplane_agent.engines.modelled.communicator import Communicator
+from readyplane_agent.engines.modelled.communicator import Communicator, RankLost
 from readyplane_agent.engines.modelled.settings import ModelledSettings
 from readyplane_agent.engines.modelled.startup import StartupLog, wait_for
+from readyplane_agent.engines.ranks import LOST_STATUS
 
 LOG = logging.getLogger("engine")
 T = TypeVar("T")
@@ -127,7 +128,7 @@ def teller(s: ModelledSettings, log: StartupLog) -> Callable[[str], None]:
 def follow(s: ModelledSettings, clock: Clock, log: StartupLog) -> int:
     """Run a rank that serves nobody, until the group ends; returns the exit status.
 
-    It ends with `FAILED_STATUS` when it failed or lost rank 0, and says why in the start-up file.
+    That is `FAILED_STATUS`, or `LOST_STATUS` when another rank is gone; the start-up file says why.
     """
     told = teller(s, log)
     told("scheduled")
@@ -142,4 +143,5 @@ def follow(s: ModelledSettings, clock: Clock, log: StartupLog) -> int:
     except ReadyplaneError as error:
         log.write(state="failed", failure=str(error))
         LOG.error("rank %d of %d ends: %s", s.rank, s.world, error)
+        return LOST_STATUS if isinstance(error, RankLost) else FAILED_STATUS
     return FAILED_STATUS
