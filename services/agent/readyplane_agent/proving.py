@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from readyplane_agent.starting import Started
 
 
-
 class Proving:
     """Probes of one worker's engine.
 
