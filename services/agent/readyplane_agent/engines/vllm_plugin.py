@@ -1,6 +1,6 @@
 """Inside vLLM's own processes: weights out of the verified arena.
 
-The only module that imports vLLM. `register` is found through the entry point group
+The only module that imports vLLM (`vllm_launch` runs it). `register` is found through the entry point group
 `vllm.general_plugins` and is called in each of vLLM's processes; it adds the load format
 `readyplane`.
 With that load format no checkpoint file is read: the tensors are those of the arena, whose table
@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 from readyplane.core.errors import IdentityMismatch, InvalidField, Unavailable, Unsupported
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.adopt import AdoptedArena, adopt
+from readyplane_agent.engines.vllm_compiled import repair
+from readyplane_agent.engines.vllm_hooks import hook, mark
+from readyplane_agent.engines.vllm_kept import fork_kept_processes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,6 +137,9 @@ def register() -> None:
             "use the vLLM version that docs/vllm.md names",
         )
     register_model_loader(LOAD_FORMAT)(loader_class(DefaultModelLoader))
+    repair()
+    hook()
+    fork_kept_processes()
 
 
 def loader_class(parent: Any) -> Any:
@@ -165,13 +171,16 @@ def loader_class(parent: Any) -> Any:
                     f"{type(model).__name__} loads weights from a second place",
                     "use --load-format auto for this model",
                 )
+            mark("weights_awaited")
             table = wait_for_table(self._order)
             arena = adopted(self._order, table)
+            mark("weights", f"{len(arena)} tensors")
             # Its log line counts from here: waiting for the agent is not loading.
             self.counter_before_loading_weights = SystemClock().monotonic_s()
             try:
                 yield from named_tensors(arena)
             finally:
+                mark("weights_loaded")
                 arena.close()
 
         def track_weights_loading(

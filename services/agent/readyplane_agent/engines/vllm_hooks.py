@@ -1,0 +1,141 @@
+"""Marks around the steps of a vLLM's start, inside its processes.
+
+Owns which of vLLM's functions are looked at. They are found by name in what is imported already, so
+nothing of vLLM is imported here; one that a version does not have is left out and told by a mark
+of its own, and its time then belongs to the step before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from readyplane.kit.clock import SystemClock
+from readyplane_agent.engines.vllm_marks import MARKS_ENV, SERVER_PID_ENV, write_mark
+from readyplane_agent.trace import process_start_s
+
+_CLOCK = SystemClock()
+# Of a worker's class, known once it is made: name -> mark before, mark after.
+WORKER_STEPS = {
+    "load_model": ("model", "model_loaded"),
+    "determine_available_memory": ("kv_profile", ""),
+    "initialize_from_config": ("kv_pool", ""),
+    "compile_or_warm_up_model": ("warmup", ""),
+}
+RUNNER_STEPS = {
+    "warming_up_model": ("compile", "compiled"),
+    "capture_model": ("graphs", "graphs_captured"),
+}
+_DONE: set[object] = set()
+
+
+def mark(name: str, detail: str = "", *, at_s: float | None = None) -> None:
+    """A mark of this process, now unless said otherwise."""
+    write_mark(name, at_s=_CLOCK.monotonic_s() if at_s is None else at_s, detail=detail)
+
+
+def hook() -> None:
+    """Look at the steps of this process, once, where the environment asks for it."""
+    if not os.environ.get(MARKS_ENV) or "hooked" in _DONE:
+        return
+    _DONE.add("hooked")
+    process = _process()
+    if not process:
+        return
+    if process in {"engine", "worker"}:
+        mark(f"{process}_begun", at_s=process_start_s(now_s=_CLOCK.monotonic_s()))
+    mark("registered" if process == "server" else process)
+    core = sys.modules.get("vllm.v1.engine.core")
+    if core is not None and process == "engine":
+        _around(core.EngineCore, "_initialize_kv_caches", "", "scheduler")
+        _around(core.EngineCoreProc, "run_busy_loop", "engine_up", "")
+    wrapper = sys.modules.get("vllm.v1.worker.worker_base")
+    if wrapper is not None:
+        _around(wrapper.WorkerWrapperBase, "init_device", "device", "", then=_look_at_worker)
+
+
+def _process() -> str:
+    """Which of vLLM's processes this is, by the name that it gave it; empty for a helper's."""
+    name = multiprocessing.current_process().name
+    if name.startswith("EngineCore"):
+        return "engine"
+    if name.startswith("VllmWorker"):
+        return "worker"
+    return "server" if os.environ.get(SERVER_PID_ENV) == str(os.getpid()) else ""
+
+
+def _look_at_worker(wrapper: Any) -> None:
+    worker = wrapper.worker
+    for name, (before, after) in WORKER_STEPS.items():
+        _around(type(worker), name, before, after)
+    runner = getattr(worker, "model_runner", None)
+    for name, (before, after) in RUNNER_STEPS.items():
+        if hasattr(type(runner), name):  # only some kinds of worker have them
+            _around(
+                type(runner), name, before, after, told=_compiled if after == "compiled" else None
+            )
+    _around_first_run()
+
+
+def _around(
+    owner: Any,
+    name: str,
+    before: str,
+    after: str,
+    *,
+    then: Callable[[Any], None] | None = None,
+    told: Callable[[], str] | None = None,
+) -> None:
+    """Put marks before and after a method; `then` gets its object, `told` adds what came of it."""
+    plain = getattr(owner, name, None)
+    if plain is None or (owner, name) in _DONE:
+        return
+    _DONE.add((owner, name))
+
+    @functools.wraps(plain)
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if before:
+            mark(before)
+        given = plain(self, *args, **kwargs)
+        if after:
+            mark(after, told() if told is not None else "")
+        if then is not None:
+            then(self)
+        return given
+
+    setattr(owner, name, timed)
+
+
+def _compiled() -> str:
+    """What vLLM counts of its compiling: whether it found compiled code or made it."""
+    counter = sys.modules.get("vllm.compilation.counter")
+    counts = getattr(counter, "compilation_counter", None)
+    found = getattr(counts, "num_aot_artifacts_loaded", 0)
+    made = getattr(counts, "num_aot_compiles", 0)
+    found += getattr(counts, "num_compiled_artifacts_loaded", 0)
+    made += getattr(counts, "num_inductor_compiles", 0)
+    if made:
+        return f"compile cache miss: {made} compiled, {found} found"
+    return f"compile cache hit: {found} found" if found else "nothing compiled"
+
+
+def _around_first_run() -> None:
+    """The first run of the compiled model follows its compilation inside one function."""
+    found = sys.modules.get("vllm.compilation.decorators")
+    plain = getattr(found, "monitor_profiling_run", None)
+    if found is None or plain is None or "first_run" in _DONE:
+        return
+    _DONE.add("first_run")
+
+    @contextmanager
+    def timed(*args: Any, **kwargs: Any) -> Iterator[None]:
+        mark("first_run")
+        with plain(*args, **kwargs):
+            yield
+
+    found.monitor_profiling_run = timed  # type: ignore[attr-defined]
