@@ -28,6 +28,7 @@ from readyplane.core.canonical import (
 from readyplane.core.errors import InvalidField
 
 __all__ = [
+    "NO_CONNECTOR",
     "ArtifactKind",
     "Canary",
     "FieldDifference",
@@ -525,6 +526,10 @@ class FieldDifference:
     def __str__(self) -> str:
         """`field: left != right`."""
         return f"{self.field}: {self.left} != {self.right}"
+
+
+NO_CONNECTOR = frozenset({"", "none"})
+"""`KvFormat.connector` of an engine that neither gives nor takes KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,30 @@ def token_of(state: int) -> int:
     return EOS if state % 97 == 0 else OFFSET + 32 + state % 95
 
 
+def answer_of(folder: Path, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+    """The first tokens that a server over these weights answers, none of them the end."""
+    state, found = after(seed_of(folder), prompt), []
+    for _ in range(count):
+        token = token_of(state)
+        found.append(token if token != EOS else OFFSET + 32)
+        state = after(state, found[-1:])
+    return tuple(found)
+
+
+def question_for(folder: Path, count: int) -> tuple[int, ...]:
+    """A prompt whose answer does not end within so many tokens."""
+    for begin in range(40, 90):
+        prompt = (begin, 41, 42, 43)
+        state = after(seed_of(folder), prompt)
+        for _ in range(count):
+            if token_of(state) == EOS:
+                break
+            state = after(state, [token_of(state)])
+        else:
+            return prompt
+    raise ValueError(count)
+
+
 def text_of(tokens: Sequence[int]) -> str:
     """What byte tokens say."""
     return bytes(t - OFFSET for t in tokens if t >= OFFSET).decode("latin-1")

@@ -133,15 +133,8 @@ class DoubleFactory:
 def factory(tmp_path_factory: pytest.TempPathFactory) -> DoubleFactory:
     folder = tmp_path_factory.mktemp("sglang")
     demo = make_demo_model(folder / "model", size_bytes=6 * 2**20, shards=1, max_model_len=4096)
-    golden, seed = [], sglang_double.seed_of(demo.folder)
-    state = sglang_double.after(seed, PROMPT)
-    for _ in range(8):
-        token = sglang_double.token_of(state)
-        golden.append(token if token != sglang_double.EOS else sglang_double.OFFSET + 32)
-        state = sglang_double.after(state, golden[-1:])
-    return DoubleFactory(
-        folder, demo, Traits(MODEL, Canary(tuple(PROMPT), tuple(golden)), 0.0, SILENT)
-    )
+    golden = sglang_double.answer_of(demo.folder, PROMPT, 8)
+    return DoubleFactory(folder, demo, Traits(MODEL, Canary(tuple(PROMPT), golden), 0.0, SILENT))
 
 
 @dataclass

@@ -55,7 +55,7 @@ class Cluster:
             *("--worker-class", "h200-llama8b-fp8", "--registry", self.address),
             *("--router", self.address, "--work-dir", str(self.folder / "work" / name)),
             *("--scale-decision-id", "d-7", "--cache-dir", str(self.folder / f"cache-{name}")),
-            f"--engine-arg=--modelled-segments={SEGMENTS}",
+            *(() if "--engine" in more else (f"--engine-arg=--modelled-segments={SEGMENTS}",)),
             *more,
         ]
         ordered = {"READYPLANE_ORDERED_AT_MONOTONIC_S": repr(time.monotonic())}

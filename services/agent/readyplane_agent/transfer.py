@@ -62,6 +62,7 @@ class TransferServer:
     Attributes:
         nixl: another way for the bytes, where there is one. nixl_bytes: what readers were let
             read that way, which counts among `bytes_served`.
+        engine_told: JSON of where the engine is (`meeting.told`), empty for nothing to tell.
         pace: the rate now and why. seen: how requests fared lately. bytes_served: to peers. refused: answers above 399 by status.
     """
 
@@ -101,6 +102,7 @@ class TransferServer:
         self._gone_s: float | None = None  # draining: until when readers may finish
         self._drain_s = 0.0  # and since when
         self.nixl: GivingWay | None = None
+        self.engine_told: Callable[[], str] = lambda: ""
         self.bytes_served = 0
         self.nixl_bytes = 0
         self.refused: dict[str, int] = {}
@@ -273,6 +275,8 @@ class TransferServer:
         if parts.path == "/metrics":
             return Answer("200 OK", self._metrics().encode(), "text/plain; version=0.0.4")
         kind, _, rest = parts.path.removeprefix("/v1/").partition("/")
+        if parts.path == "/v1/engine":
+            return self._engine(request)
         if not parts.path.startswith("/v1/") or kind not in KINDS:
             paths = b"/v1/chunks/{digest}/{path}, /v1/holdings/{digest}, /healthz or /metrics\n"
             return Answer("404 Not Found", paths)
@@ -280,6 +284,15 @@ class TransferServer:
             return Answer("401 Unauthorized", b"send the token as authorization: Bearer TOKEN\n")
         self._doorway.trust(task)
         return self._weights(kind, rest, parts.query, request, task)
+
+    def _engine(self, request: Request) -> Answer:
+        """Where the engine is, for another one that is to meet it."""
+        if self._token and not request.has_token(self._token):
+            return Answer("401 Unauthorized", b"send the token as authorization: Bearer TOKEN\n")
+        told = self.engine_told()
+        if not told:
+            return Answer("404 Not Found", b"no engine that meets others is up here\n")
+        return Answer("200 OK", told.encode(), "application/json")
 
     def _weights(
         self, kind: str, rest: str, query: str, request: Request, task: asyncio.Task[None]

@@ -13,7 +13,7 @@ from typing import Any
 
 from readyplane.core import gate_checks as gc
 from readyplane.core.errors import InvalidField
-from readyplane.core.identity import Manifest
+from readyplane.core.identity import NO_CONNECTOR, Manifest
 from readyplane.core.profile import ClassProfile
 from readyplane.core.work import pack_tokens, sequence_hashes
 from readyplane.core.worker import CheckResult, Role, Serving, WorkerOffer
@@ -207,6 +207,8 @@ def _shard_coverage(case: _Case) -> list[str]:
 
 def _kv_connector(case: _Case) -> list[str]:
     detail = case.evidence["detail"]
+    if case.want.offer.role is Role.BOTH and case.serving.kv.connector in NO_CONNECTOR:
+        return []  # it is paired with itself only
     return [
         f"not reachable {way} ({detail})"
         for way in ("outbound", "inbound")

@@ -26,7 +26,7 @@ from readyplane.kit.clock import Clock
 from readyplane_agent.engines.attached import AttachedEngine
 from readyplane_agent.engines.child import EngineProcess
 from readyplane_agent.engines.port import EngineSpec
-from readyplane_agent.engines.sglang_client import SglangClient
+from readyplane_agent.engines.sglang_client import Partner, SglangClient
 from readyplane_agent.engines.vllm_events import KvEventReader
 
 log = logging.getLogger(__name__)
@@ -131,6 +131,15 @@ class SglangEngine(AttachedEngine):
     def client(self) -> SglangClient:
         """Asks the engine."""
         return self._client
+
+    @property
+    def meets(self) -> bool:
+        """Whether it answers with another server only: of one stage, it does."""
+        return self._spec is not None and self._spec.role is not Role.BOTH
+
+    def meet(self, partner: Partner) -> None:
+        """With whom it answers from now on."""
+        self._client.partner = partner
 
     @property
     def returncode(self) -> int | None:

@@ -11,12 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
+from readyplane.core.identity import NO_CONNECTOR
 from readyplane.core.profile import LinkClass
 from readyplane.core.worker import Role
 from readyplane_router.pair.cost import urgency_of
 from readyplane_router.pair.ends import DecodeEnd, PrefillEnd
 from readyplane_router.pair.seat import Seat
-from readyplane_router.pair.values import NO_CONNECTOR, Ask, PairPolicy
+from readyplane_router.pair.values import Ask, PairPolicy
 
 _COST = itemgetter(0)
 TIE_S = 2e-5  # costs are compared to 10 µs: what is dearer by more than this cannot win

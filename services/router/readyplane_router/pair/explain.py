@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from readyplane.core.identity import compatible
+from readyplane.core.identity import NO_CONNECTOR, compatible
 from readyplane_router.pair.cost import pair_terms
 from readyplane_router.pair.ends import ahead_max_s, holding_ends, prefill_ends, takes
 from readyplane_router.pair.seat import Seat
-from readyplane_router.pair.values import NO_CONNECTOR, Ask, PairPolicy, Terms
+from readyplane_router.pair.values import Ask, PairPolicy, Terms
 
 
 def explain(

@@ -15,7 +15,6 @@ from readyplane_router.pair.seat import Seat
 SLO_DEFAULT = Slo(2.0, 0.1)
 LOCAL_LINK = LinkClass("same-node", 100e9, 0.001)
 NETWORK_LINK = LinkClass("rdma-400g", 40e9, 0.003)
-NO_CONNECTOR = frozenset({"", "none"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from readyplane.core.identity import compatible
+from readyplane.core.identity import NO_CONNECTOR, compatible
 from readyplane_router.pair.seat import Seat
-from readyplane_router.pair.values import NO_CONNECTOR, Ask, PairPolicy, Shed, Wait
+from readyplane_router.pair.values import Ask, PairPolicy, Shed, Wait
 
 
 def why_not(
