@@ -259,6 +259,8 @@ class Worker:
         active: sequences the router assigned and has not seen finish.
         promised_prefill_tokens, promised_kv_blocks: reserved by the router.
         told: what it has been told to do and has not done yet: activate or flip, empty for nothing.
+        rank_steps: of several ranks the last step that each has passed, by its number, an empty text
+            for none; empty for one rank, and where the answering router does not know.
         holds: of a standby that waits, with what; None of any other.
     """
 
@@ -278,6 +280,7 @@ class Worker:
     promised_prefill_tokens: int = 0
     promised_kv_blocks: int = 0
     told: str = ""
+    rank_steps: tuple[str, ...] = ()
     holds: Holds | None = None
 
     @property

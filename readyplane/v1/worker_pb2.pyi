@@ -522,6 +522,7 @@ class Worker(google.protobuf.message.Message):
     PROMISED_KV_BLOCKS_FIELD_NUMBER: builtins.int
     TOLD_FIELD_NUMBER: builtins.int
     HOLDS_FIELD_NUMBER: builtins.int
+    RANK_STEPS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     state: Global___State.ValueType
     drain_reason: builtins.str
@@ -550,6 +551,12 @@ class Worker(google.protobuf.message.Message):
     def draining_ago_duration(self) -> google.protobuf.duration_pb2.Duration: ...
     @property
     def renewed_ago_duration(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def rank_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Of a worker of several ranks: the last step that each has passed, by its number, an empty text
+        for one that has passed none. Empty where the answering router does not know.
+        """
+
     def __init__(
         self,
         *,
@@ -570,9 +577,10 @@ class Worker(google.protobuf.message.Message):
         promised_kv_blocks: builtins.int = ...,
         told: builtins.str = ...,
         holds: builtins.str = ...,
+        rank_steps: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_draining_ago_duration", b"_draining_ago_duration", "_provisioned_ago_duration", b"_provisioned_ago_duration", "_ready_ago_duration", b"_ready_ago_duration", "draining_ago_duration", b"draining_ago_duration", "load", b"load", "offer", b"offer", "progress", b"progress", "provisioned_ago_duration", b"provisioned_ago_duration", "ready_ago_duration", b"ready_ago_duration", "renewed_ago_duration", b"renewed_ago_duration", "serving", b"serving"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draining_ago_duration", b"_draining_ago_duration", "_provisioned_ago_duration", b"_provisioned_ago_duration", "_ready_ago_duration", b"_ready_ago_duration", "active", b"active", "checks", b"checks", "drain_reason", b"drain_reason", "draining_ago_duration", b"draining_ago_duration", "epoch", b"epoch", "holds", b"holds", "load", b"load", "offer", b"offer", "progress", b"progress", "promised_kv_blocks", b"promised_kv_blocks", "promised_prefill_tokens", b"promised_prefill_tokens", "provisioned_ago_duration", b"provisioned_ago_duration", "ready_ago_duration", b"ready_ago_duration", "renewed_ago_duration", b"renewed_ago_duration", "serving", b"serving", "state", b"state", "told", b"told"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_draining_ago_duration", b"_draining_ago_duration", "_provisioned_ago_duration", b"_provisioned_ago_duration", "_ready_ago_duration", b"_ready_ago_duration", "active", b"active", "checks", b"checks", "drain_reason", b"drain_reason", "draining_ago_duration", b"draining_ago_duration", "epoch", b"epoch", "holds", b"holds", "load", b"load", "offer", b"offer", "progress", b"progress", "promised_kv_blocks", b"promised_kv_blocks", "promised_prefill_tokens", b"promised_prefill_tokens", "provisioned_ago_duration", b"provisioned_ago_duration", "rank_steps", b"rank_steps", "ready_ago_duration", b"ready_ago_duration", "renewed_ago_duration", b"renewed_ago_duration", "serving", b"serving", "state", b"state", "told", b"told"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draining_ago_duration", b"_draining_ago_duration"]) -> typing.Literal["draining_ago_duration"] | None: ...
     @typing.overload

@@ -368,6 +368,7 @@ def worker_to_proto(worker: Worker, *, now_s: float) -> pb.Worker:
         promised_prefill_tokens=worker.promised_prefill_tokens,
         promised_kv_blocks=worker.promised_kv_blocks,
         told=worker.told,
+        rank_steps=worker.rank_steps,
         holds="" if worker.holds is None else worker.holds,
     )
 
@@ -397,6 +398,7 @@ def worker_from_proto(message: pb.Worker, *, now_s: float) -> Worker:
         promised_prefill_tokens=message.promised_prefill_tokens,
         promised_kv_blocks=message.promised_kv_blocks,
         told=message.told,
+        rank_steps=tuple(message.rank_steps),
         holds=enum_of(Holds, message.holds, "worker.holds") if message.holds else None,
     )
 

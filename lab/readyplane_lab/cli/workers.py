@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError, Refused
+from readyplane.core.gate_checks import SHARD_COVERAGE
 from readyplane_lab.cli import output
 from readyplane_lab.cli.faults import note
 from readyplane_lab.cli.flags import Json, examples, switch
@@ -48,6 +49,7 @@ PLANNER_S_MAX = 2.0
 WAIT_MORE_S = 30.0
 EVIDENCE_CHARS_MAX = 120
 STARTING = ("ordered", "provisioned")
+LAST_STEP = "canary_passed"
 ROW = (
     *("worker_id", "incarnation", "role", "state", "model", "worker_class", "node", "generation"),
     *(
@@ -127,6 +129,8 @@ async def _one(where: Where, given: str, *, as_json: bool) -> None:
     for name in ("failure", "drain_reason"):
         if row[name]:
             screen.print(f"[red]{row[name]}[/red]", markup=True)
+    if row["ranks"]:
+        screen.print(ranks_table(row["ranks"]))
     screen.print(checks_table(check_documents(found)))
 
 
@@ -136,6 +140,20 @@ def check_documents(worker: Worker) -> list[dict[str, Any]]:
         {"name": c.name, "passed": c.passed, "reason": c.reason, "evidence": dict(c.evidence)}
         for c in worker.checks
     ]
+
+
+def ranks_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
+    """The ranks of one worker."""
+    made = output.table("rank", "passed", "tensors", "MB", right=("rank", "tensors", "MB"))
+    for rank in ranks:
+        size = None if rank["bytes"] is None else rank["bytes"] / 1e6
+        made.add_row(
+            str(rank["rank"]),
+            rank["step"] or output.NOT_KNOWN,
+            output.number(rank["tensors"]),
+            output.NOT_KNOWN if size is None else f"{size:.1f}",
+        )
+    return made
 
 
 def checks_table(checks: Sequence[Mapping[str, Any]]) -> Table:
@@ -250,8 +268,32 @@ def worker_row(worker: Worker) -> dict[str, Any]:
                 {"name": c.name, "passed": c.passed, "reason": c.reason} for c in worker.checks
             ],
             "drain_reason": worker.drain_reason,
+            "ranks": rank_documents(worker),
         }
     )
+
+
+def rank_documents(worker: Worker) -> list[dict[str, Any]] | None:
+    """The ranks of a worker of several: the last step of each, and what its memory holds.
+
+    None for a worker of one, null for what is not known yet.
+    """
+    if worker.offer.ranks == 1:
+        return None
+    held = next((c.evidence for c in worker.checks if c.name == SHARD_COVERAGE), {})
+
+    def known(values: object, rank: int) -> Any:
+        return values[rank] if isinstance(values, list) and rank < len(values) else None
+
+    return [
+        {
+            "rank": rank,
+            "step": known(list(worker.rank_steps), rank) or None,
+            "tensors": known(held.get("rank_tensors"), rank),
+            "bytes": known(held.get("rank_bytes"), rank),
+        }
+        for rank in range(worker.offer.ranks)
+    ]
 
 
 def row_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,6 +314,7 @@ def row_of(state: Mapping[str, Any]) -> dict[str, Any]:
         "log_tail": start.get("log_tail") or None,
         "drain_reason": state.get("drain_reason") or None,
         "checks_failed": [c["name"] for c in state.get("checks", ()) if not c["passed"]],
+        "ranks": state.get("ranks"),
     }
 
 
@@ -310,6 +353,8 @@ def _cells(row: Mapping[str, Any], differing: Sequence[str]) -> list[str]:
         segment = f"{row['dominant_segment']} {output.seconds(row['dominant_s'], 1)}"
     else:
         segment = output.NOT_KNOWN
+    if row["ranks"] and row["state"] in STARTING:
+        segment += f", {_ranks_up(row['ranks'])}"
     if row["failure"]:
         segment = f"[red]{row['failure']}[/red]"
     took = row["t_ready_s"] if row["starting_s"] is None else row["starting_s"]
@@ -325,6 +370,11 @@ def _cells(row: Mapping[str, Any], differing: Sequence[str]) -> list[str]:
         segment,
         (row["decision"] or output.NOT_KNOWN).rpartition("-")[2],
     ]
+
+
+def _ranks_up(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """`ranks 1/2` of those that have passed everything."""
+    return f"ranks {sum(r['step'] == LAST_STEP for r in ranks)}/{len(ranks)}"
 
 
 def drain(

@@ -72,6 +72,12 @@ class Group:
         last = len(STEPS) - 1
         return all(self.reached.get(rank, -1) == last for rank in range(self.ranks))
 
+    def steps(self) -> tuple[str, ...]:
+        """The last step that each rank has passed, by its number; an empty text for none."""
+        last = len(STEPS) - 1
+        reached = (last if self.epoch else self.reached.get(r, -1) for r in range(self.ranks))
+        return tuple(STEPS[at] if at >= 0 else "" for at in reached)
+
     def waiting_for(self) -> tuple[str, ...]:
         """`rank 3: verified` for each rank's next step; empty when nothing is awaited."""
         if self.failure or self.epoch:

@@ -130,7 +130,13 @@ class Member:
             promised_kv_blocks=0 if seat is None else seat.kv_blocks + seat.other_blocks,
             told="" if self.told is None else self.told.kind,
             holds=self.holds if self.state is WorkerState.STANDBY else None,
+            rank_steps=self._rank_steps(),
         )
+
+    def _rank_steps(self) -> tuple[str, ...]:
+        """Of several ranks, where this router hears of them or the group is published."""
+        hears = self.mine or self.group.epoch > 0
+        return self.group.steps() if self.offer.ranks > 1 and hears else ()
 
     def record(self, keeper: str) -> Record:
         """What the other routers are told."""
