@@ -50,6 +50,17 @@ def test_good_evidence_is_admitted() -> None:
     assert all(c.passed for c in verdict.checks)
 
 
+def test_only_who_serves_both_stages_may_do_without_a_connector() -> None:
+    none = KvFormat(DIGEST, connector="none")
+    checks = good_but(
+        gc.KV_CONNECTOR, {"outbound": False, "inbound": False, "detail": "it has none"}
+    )
+    both = expectations(offer=offer("b0", Role.BOTH))
+    assert reasons(checks, both, kv=none) == ""
+    assert "not reachable outbound (it has none)" in reasons(checks, kv=none)
+    assert "not reachable outbound" in reasons(checks, both)  # it says that it has one
+
+
 GOOD_BASICS: dict[str, Any] = {
     "eos": True,
     "max_tokens": True,
