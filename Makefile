@@ -65,6 +65,10 @@ bench: setup ## Run the benchmarks (ARGS="..." are passed on).
 bench-gate: setup ## Starts with and without planted faults: how often the ready gate errs (ARGS="--starts 24" is quick).
 	$(PY) -m bench.gate $(ARGS)
 
+.PHONY: bench-startup
+bench-startup: setup ## T_ready by segment, by what a start finds: modelled engines and vLLM (ARGS="--quick").
+	$(PY) -m bench.startup $(ARGS)
+
 .PHONY: bench-pairing
 bench-pairing: setup ## Our choice of pairs beside six others, in the simulator (ARGS="--seeds 1" is quick).
 	$(PY) -m bench.pairing $(ARGS)

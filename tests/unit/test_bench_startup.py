@@ -1,0 +1,97 @@
+"""What the start-up bench counts, and what it leaves out."""
+
+import math
+
+import pytest
+
+from bench.startup_cells import (
+    EAGER,
+    FULL,
+    HIT,
+    LOCAL,
+    MISS,
+    REMOTE,
+    REUSED,
+    TOLD,
+    Cell,
+    Figures,
+    Taken,
+    cold_cell,
+    essential,
+    matrix,
+    mistaken,
+    table,
+    warm_cell,
+)
+from readyplane.core.startup import Segment, SegmentName, critical_path
+
+COLD, WARM = cold_cell(sizes_kv=True), warm_cell(sizes_kv=True, standby=True)
+CODE = {HIT: "cache=hit", MISS: "cache=miss:absent"}
+
+
+def taken(cell: Cell, *, compile_s: float, gap_s: float = 0.0, tier: str = "") -> Taken:
+    """A start of 4 s and its compilation, that found what its cell says."""
+    segments = [Segment(SegmentName.WEIGHT_READ, 0.0, 2.0)]
+    if cell.code != EAGER:
+        detail = CODE[cell.code]
+        segments.append(Segment(SegmentName.COMPILE, 2.0, 2.0 + compile_s, detail=detail))
+    end_s = 4.0 + compile_s
+    detail = "reused: 7 blocks" if cell.kv == REUSED else "measured"
+    segments.append(Segment(SegmentName.KV_PROFILE, 2.0 + compile_s + gap_s, end_s, detail=detail))
+    path = critical_path(segments, start_s=0.0, end_s=end_s)
+    found = tier or {LOCAL: "L2", REMOTE: "L4"}[cell.weights]
+    return Taken(cell, path, tuple(segments), found)
+
+
+def test_the_matrix_has_every_combination_once() -> None:
+    assert len(set(matrix(sizes_kv=True))) == 2 * 3 * 2 * 2
+    assert len(set(matrix(sizes_kv=False))) == 2 * 3 * 2
+    for sizes_kv in (True, False):
+        assert set(essential(sizes_kv=sizes_kv)) <= set(matrix(sizes_kv=sizes_kv))
+    assert {c.kv for c in matrix(sizes_kv=False)} == {TOLD}
+
+
+def test_figures_of_starts() -> None:
+    figures = Figures(COLD, WARM)
+    figures.taken = [taken(COLD, compile_s=4.0), taken(WARM, compile_s=0.5, gap_s=0.09)]
+    assert figures.ready_ratio == pytest.approx(4.5 / 8.0)
+    assert figures.compile_ratio == pytest.approx(0.5 / 4.0)
+    assert figures.unexplained == pytest.approx(0.09 / 4.5)
+    wanted = "bench-startup ready_ratio=0.562 compile_ratio=0.125 unexplained=0.0200"
+    assert figures.line("bench-startup") == wanted
+
+
+def test_a_figure_that_nobody_took_is_nan_and_not_zero() -> None:
+    figures = Figures(COLD, WARM)
+    assert math.isnan(figures.ready_ratio) and math.isnan(figures.compile_ratio)
+    assert figures.line("x") == "x ready_ratio=nan compile_ratio=nan unexplained=nan"
+    figures.taken, figures.not_run = [taken(COLD, compile_s=1.0)], {WARM.name: "no standby here"}
+    assert math.isnan(figures.ready_ratio)
+    lines = table(figures, (COLD, WARM))
+    assert any("not run: no standby here" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("said", "found", "why"),
+    [
+        (Cell(LOCAL, HIT, REUSED, False), {"code": MISS}, "cache=hit"),
+        (Cell(LOCAL, MISS, REUSED, False), {"code": HIT}, "cache=miss"),
+        (Cell(LOCAL, EAGER, FULL, False), {"code": HIT}, "an eager start compiled"),
+        (Cell(LOCAL, HIT, FULL, False), {"kv": REUSED}, "not full"),
+        (Cell(LOCAL, HIT, REUSED, False), {"kv": FULL}, "not reused"),
+    ],
+)
+def test_a_start_that_found_something_else_counts_for_nothing(
+    said: Cell, found: dict[str, str], why: str
+) -> None:
+    really = Cell(said.weights, found.get("code", said.code), found.get("kv", said.kv), False)
+    start = taken(really, compile_s=1.0)
+    assert not mistaken(start)
+    (told,) = mistaken(Taken(said, start.path, start.segments, start.tier))
+    assert why in told
+
+
+def test_weights_from_elsewhere_are_no_local_ones() -> None:
+    (told,) = mistaken(taken(Cell(LOCAL, HIT, TOLD, True), compile_s=1.0, tier="L4"))
+    assert told == "weights came from L4, not local"
+    assert mistaken(taken(Cell(REMOTE, HIT, TOLD, True), compile_s=1.0, tier="unknown"))
