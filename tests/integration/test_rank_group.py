@@ -1,167 +1,174 @@
-"""A group of two real rank processes, killed at each step: nothing partial is ever routable (R17)."""
+"""Workers of two real ranks: each its part, one answer; one killed at each step fails the whole (R17)."""
 
 import asyncio
 import json
-import socket
-import sys
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from readyplane.core.worker import Role
-from readyplane.kit.clock import SystemClock
-from readyplane.ports import GroupStatus, RankReport
-from readyplane_agent.engines.layout import arena_layout, tensor_table_document
-from readyplane_lab.up.demo_model import make_demo_model
-from readyplane_registry.ingest import Facts, build_manifest
-from readyplane_router.epochs import MemoryEpochs
-from readyplane_router.group import STEPS
-from readyplane_router.service import RouterService
-from readyplane_router.store import MemoryStore
-from tests.router_world import PROFILE, FakeWorker, Registry, offer
+from readyplane.core.startup import WeightTier
+from readyplane.core.worker import Worker, WorkerState
+from readyplane_agent.engines.openai import OpenAiEngine
+from readyplane_agent.engines.ranks import STEPS
+from readyplane_agent.lifecycle import ExitCode
+from readyplane_lab.cli.workers import worker_row
+from readyplane_lab.up.demo_model import DemoModel, make_demo_model
+from tests.integration.agent_cluster import LIMIT_S, MODEL, Cluster, cluster
 
-WORLD = 2
-LIMIT_S = 30.0
+TWO = ("--tp", "2", "--engine-arg=--modelled-segments=")
+FACTS = {0: "engine-startup.json", 1: "rank-1.json"}
 
 
-class Ranks:
-    """Two ranks and the router that hears of them."""
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoModel:
+    folder = tmp_path_factory.mktemp("demo")
+    return make_demo_model(folder, size_bytes=12 * 2**20, shards=2, max_model_len=4096)
 
-    def __init__(self, folder: Path) -> None:
-        demo = make_demo_model(folder / "m", size_bytes=8 * 2**20, shards=2, max_model_len=4096)
-        facts = Facts(config=demo.config, canary=demo.canary)
-        self.manifest, *_ = build_manifest(demo.folder, model="demo", facts=facts)
-        layout = arena_layout(self.manifest)
-        self.arena, self.table = folder / "arena", folder / "tensors.json"
-        data = bytearray(layout.size_bytes)
-        for path, at in layout.file_offsets.items():
-            content = (demo.folder / path).read_bytes()
-            data[at : at + len(content)] = content
-        self.arena.write_bytes(data)
-        document = tensor_table_document(layout, manifest_digest=self.manifest.digest)
-        self.table.write_text(json.dumps(document))
-        clock = SystemClock()
-        self.router = RouterService(
-            store=MemoryStore(clock),
-            epochs=MemoryEpochs(),
-            clock=clock,
-            registry=Registry(self.manifest),
-            profiles={PROFILE.name: PROFILE},
-            incarnation="router-1",
-        )
-        self.processes: list[asyncio.subprocess.Process] = []
-        self.seen: list[tuple[int, str]] = []
-        self.status = GroupStatus("forming")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
 
-    async def begin(self, *, wait_at: dict[int, str]) -> FakeWorker:
-        await self.router.start()
-        made = offer("g", Role.PREFILL, ranks=WORLD, manifest_digest=self.manifest.digest)
-        worker = FakeWorker(self.router, made)
-        await worker.register()
-        canary = self.manifest.canary
-        assert canary is not None
-        for rank in range(WORLD):
-            words = {
-                "rank": rank,
-                "world": WORLD,
-                "life": 0,
-                "communicator": 0,
-                "rendezvous": self.port,
-                "arena": self.arena,
-                "table": self.table,
-                "manifest-digest": self.manifest.digest,
-                "prompt": ",".join(map(str, canary.prompt_token_ids)),
-                "golden": ",".join(map(str, canary.golden_token_ids)),
-                "wait-at": wait_at.get(rank, ""),
-            }
-            flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-            self.processes.append(
-                await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "readyplane_agent.engines.modelled.rank", *flags),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                )
-            )
-        return worker
+def facts(c: Cluster, name: str, rank: int) -> dict[str, Any]:
+    """What a rank's process says of itself, empty before it says anything."""
+    try:
+        found = json.loads((c.folder / "work" / name / FACTS[rank]).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    assert isinstance(found, dict)
+    return found
 
-    async def forward(self, worker: FakeWorker, rank: int) -> None:
-        """What one rank says goes to the router; that it is gone is told as well."""
-        process = self.processes[rank]
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
-            told: dict[str, Any] = json.loads(line)
-            await self._report(worker, told)
-            self.seen.append((rank, told["step"]))
-        code = await process.wait()
-        if code:
-            await self._report(worker, {"rank": rank, "step": "failed", "detail": f"exit {code}"})
-            self.seen.append((rank, "gone"))
 
-    async def _report(self, worker: FakeWorker, told: dict[str, Any]) -> None:
-        who = worker.offer
-        report = RankReport(who.worker_id, who.incarnation, worker.lease.epoch, **told)
-        self.status = await self.router.report_rank(report)
+async def standing_at(c: Cluster, name: str, rank: int, step: str) -> psutil.Process:
+    """The process of a rank that has come to a step, and is held there."""
+    async with asyncio.timeout(LIMIT_S):
+        while facts(c, name, rank).get("step") != step:
+            assert c.agents[name].returncode is None, log(c, name)
+            await asyncio.sleep(0.02)
+    return process_of(c, name, rank)
 
-    async def until(self, rank: int, step: str) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while (rank, step) not in self.seen:
-                await asyncio.sleep(0.01)
+
+def process_of(c: Cluster, name: str, rank: int) -> psutil.Process:
+    return psutil.Process(facts(c, name, rank)["pid"])
+
+
+def log(c: Cluster, name: str) -> str:
+    return (c.folder / f"{name}.log").read_text()
+
+
+async def answer(worker: Worker, prompt: list[int]) -> tuple[int, ...]:
+    assert worker.serving is not None
+    engine = OpenAiEngine(worker.serving.engine_url, model=MODEL)
+    return (await engine.generate(prompt, max_tokens=12, ignore_eos=True)).token_ids
 
 
 @asynccontextmanager
-async def ranks(
-    folder: Path, wait_at: dict[int, str]
-) -> AsyncIterator[tuple[Ranks, FakeWorker, list[asyncio.Task[None]]]]:
-    made = Ranks(folder)
-    worker = await made.begin(wait_at=wait_at)
-    hearing = [asyncio.create_task(made.forward(worker, rank)) for rank in range(WORLD)]
+async def watched(c: Cluster, name: str) -> AsyncIterator[set[tuple[str, WorkerState]]]:
+    """(incarnation, state) of everything that the router ever said of a worker meanwhile."""
+    seen: set[tuple[str, WorkerState]] = set()
+
+    async def look() -> None:
+        while True:
+            worker = await c.worker(name)
+            if worker is not None:
+                seen.add((worker.offer.incarnation, worker.state))
+            await asyncio.sleep(0.01)
+
+    looking = asyncio.create_task(look())
     try:
-        yield made, worker, hearing
+        yield seen
     finally:
-        for process in made.processes:
-            if process.returncode is None:
-                process.kill()
-        await asyncio.wait(hearing, timeout=LIMIT_S)
+        looking.cancel()
 
 
-async def test_two_ranks_read_their_own_halves_and_answer_as_one(tmp_path: Path) -> None:
-    async with ranks(tmp_path, {}) as (group, worker, _):
-        for rank in range(WORLD):
-            await group.until(rank, "canary_passed")
-        assert group.status.state == "published" and group.status.group_epoch > 0
-        group.processes[1].kill()  # after the barrier: the generation is over as a whole
-        await group.until(1, "gone")
-        assert group.status.state == "failed"
-        assert "the group is failed" in "; ".join(await worker.admit())
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("victim", range(WORLD))
-async def test_a_rank_killed_at_a_step_fails_the_generation_and_frees_the_other(
-    tmp_path: Path, step: str, victim: int
+async def test_two_ranks_have_their_parts_and_answer_as_one(
+    tmp_path: Path, demo: DemoModel
 ) -> None:
-    wait_at = {victim: step} if step != STEPS[-1] else {0: STEPS[-2], 1: STEPS[-2]}
-    async with ranks(tmp_path, wait_at) as (group, worker, hearing):
-        for rank, at in wait_at.items():
-            await group.until(rank, at)
-        assert group.status.state == "forming"
-        group.processes[victim].kill()
-        await group.until(victim, "gone")
-        assert group.status.state == "failed" and group.status.group_epoch == 0
-        assert "the group is failed" in "; ".join(await worker.admit())
-        (directive,) = (await worker.renew()).directives
-        assert directive.kind == "stop" and "its group failed: rank" in directive.reason
-        # What the other one is told to do: it ends, and nothing it says brings the group back.
-        other = group.processes[1 - victim]
-        assert other.stdin is not None
-        other.stdin.close()
-        if step != STEPS[-2]:
-            other.terminate()
-        await asyncio.wait(hearing, timeout=LIMIT_S)
-        assert all(process.returncode is not None for process in group.processes)
-        assert group.status.state == "failed" and group.status.group_epoch == 0
+    async with cluster(tmp_path, demo) as c:
+        await asyncio.gather(c.agent("one", "prefill", TWO[-1]), c.agent("two", "prefill", *TWO))
+        one, two = await asyncio.gather(c.ready("one"), c.ready("two"))
+        prompt = [7, 99, 130, 41, 5, 77]
+        assert await answer(two, prompt) == await answer(one, prompt)
+
+        # Each rank maps its own half of every tensor.
+        row = worker_row(two)
+        assert [rank["step"] for rank in row["ranks"]] == ["canary_passed"] * 2
+        sizes = [rank["bytes"] for rank in row["ranks"]]
+        assert sizes == [6 * 2**20] * 2
+        mapped = [facts(c, "two", rank)["fingerprint"] for rank in (0, 1)]
+        assert mapped == [f"{demo.fingerprint:016x}"] * 2
+        assert two.serving is not None and two.serving.kv.tp == 2
+
+        # What was cut is whole in the node's cache: the next start reads it there.
+        await c.agent("three", "decode", *TWO, "--cache-dir", str(tmp_path / "cache-two"))
+        three = await c.ready("three")
+        assert three.serving is not None and three.serving.tier is WeightTier.L2_NVME
+
+        # kill -9 of rank 1: the worker leaves the candidates, and rank 0 does not live on.
+        engine = process_of(c, "two", 0)
+        process_of(c, "two", 1).send_signal(signal.SIGKILL)
+        assert await c.ended("two") == ExitCode.ENGINE_DIED
+        assert not engine.is_running()
+        gone = await c.worker("two")
+        assert gone is None or gone.state is WorkerState.GONE
+        assert (await c.ready("one")).state is WorkerState.READY
+
+        # SIGTERM: drained, left, no rank left behind.
+        ranks = [process_of(c, "three", rank) for rank in (0, 1)]
+        c.agents["three"].terminate()
+        assert await c.ended("three") == ExitCode.LEFT
+        assert not any(rank.is_running() for rank in ranks)
+
+
+KILLS = [(1, step) for step in STEPS] + [(0, "connected"), (0, "canary_passed")]
+
+
+@pytest.mark.parametrize(("victim", "step"), KILLS)
+async def test_a_rank_killed_at_a_step_fails_the_generation_and_frees_the_other(
+    tmp_path: Path, demo: DemoModel, victim: int, step: str
+) -> None:
+    async with cluster(tmp_path, demo) as c, watched(c, "w") as seen:
+        await c.agent("w", "prefill", *TWO, f"--engine-arg=--hold={victim}:{step}")
+        held = await standing_at(c, "w", victim, step)
+        other = process_of(c, "w", 1 - victim)
+        forming = await c.worker("w")
+        assert forming is not None and forming.state is WorkerState.PROVISIONED
+        held.send_signal(signal.SIGKILL)
+        assert await c.ended("w") == ExitCode.START_FAILED
+        assert not other.is_running()
+        assert not (tmp_path / "work" / "w").exists()
+        assert ("rank 1: ended with status -9" if victim else "ended with status -9") in log(c, "w")
+        assert not {state for _, state in seen} & {WorkerState.READY, WorkerState.STANDBY}
+        gone = await c.worker("w")
+        assert gone is None or gone.state is WorkerState.GONE
+        if (victim, step) == (1, "connected"):
+            # Ordered anew it is a new generation of the group, which the old one does not hinder.
+            await c.agent("w", "prefill", *TWO)
+            again = await c.ready("w")
+            assert again.epoch > forming.epoch
+            assert again.offer.incarnation != forming.offer.incarnation
+            assert await answer(again, [7, 99, 130]) != ()
+
+
+async def test_a_rank_that_hangs_ends_the_group(tmp_path: Path, demo: DemoModel) -> None:
+    """SIGSTOP: nothing dies, and nobody answers the beats any more."""
+    async with cluster(tmp_path, demo) as c:
+        await c.agent("w", "prefill", *TWO)
+        await c.ready("w")
+        hung = process_of(c, "w", 1)
+        hung.suspend()
+        assert await c.ended("w") == ExitCode.ENGINE_DIED
+        assert "rank 1 does not answer" in log(c, "w")
+        assert not hung.is_running()
+
+
+async def test_parts_that_do_not_fit_are_refused_before_the_canary(
+    tmp_path: Path, demo: DemoModel
+) -> None:
+    """Swapped tensors in every rank: whole and disjoint, but another model, and the ranks say so."""
+    async with cluster(tmp_path, demo) as c:
+        plant = ("--engine-arg=--plant", "--engine-arg=swapped_tensors")
+        await c.agent("w", "prefill", *TWO, *plant)
+        assert await c.ended("w") == ExitCode.START_FAILED
+        assert "the known answer is" in log(c, "w")
