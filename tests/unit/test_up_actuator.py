@@ -52,6 +52,23 @@ async def test_the_same_order_is_the_same_instance(actuator: ScriptActuator) -> 
         await actuator.provision(Order("p-1", Role.DECODE, "demo", "h200", "sha256:x"))
 
 
+async def test_a_class_of_several_gpus_is_started_as_so_many_ranks(tmp_path: Path) -> None:
+    cases = (("modelled", 2, "2"), ("modelled", 1, None), ("vllm", 2, None))
+    async with ProcessTable(tmp_path / "run", on_exit=lambda *_: None) as table:
+        for engine, gpus, told in cases:
+            place = WorkerPlace("r:1", "r:2", tmp_path, tmp_path, {}, engine=engine)
+            made = LocalActuator(
+                table,
+                place,
+                clock=SystemClock(),
+                profile_of=lambda name: name,
+                ranks_of={"h200": gpus}.__getitem__,
+            )
+            argv = made._argv(order())
+            found = dict(zip(argv[3::2], argv[4::2], strict=False))
+            assert found.get("--tp") == told, argv
+
+
 async def test_release_ends_it_and_stops_the_bill(actuator: ScriptActuator) -> None:
     await actuator.provision(order())
     released = await actuator.release("p-1", grace_s=5.0, reason="test")

@@ -74,12 +74,16 @@ class LocalActuator:
         *,
         clock: Clock,
         profile_of: Callable[[str], str],
+        ranks_of: Callable[[str], int] = lambda _: 1,
     ) -> None:
-        """`profile_of` gives the profile (name or path) of a worker class, or raises NotFound."""
+        """`profile_of` gives the profile (name or path) of a worker class, or raises NotFound.
+
+        `ranks_of` gives the ranks of its workers, one for each GPU that the class has.
+        """
         self._table = table
         self._place = place
         self._clock = clock
-        self._profile_of = profile_of
+        self._profile_of, self._ranks_of = profile_of, ranks_of
         self._live: dict[str, _Allocation] = {}
         self._ended: deque[_Allocation] = deque(maxlen=ENDED_KEPT)
         self._removals: set[asyncio.Task[None]] = set()
@@ -216,6 +220,7 @@ class LocalActuator:
             *("--work-dir", str(work_dir)),
             *("--engine", place.engine),
             *("--profile", self._profile_of(order.worker_class)),
+            *self._ranks(order.worker_class),
             *(
                 ("--convertible-tpot-s", repr(order.convertible_tpot_s))
                 if order.convertible_tpot_s > 0
@@ -224,6 +229,11 @@ class LocalActuator:
             *(("--standby", "true") if order.standby else ()),
             *place.agent_args,
         ]
+
+    def _ranks(self, worker_class: str) -> tuple[str, ...]:
+        """An engine that starts its own ranks is told by its own flags."""
+        ranks = self._ranks_of(worker_class) if self._place.engine == "modelled" else 1
+        return ("--tp", str(ranks)) if ranks > 1 else ()
 
     def _find_ended(self, worker_id: str) -> _Allocation | None:
         return next((a for a in self._ended if a.order.worker_id == worker_id), None)

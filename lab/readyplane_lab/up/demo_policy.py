@@ -52,3 +52,13 @@ def profiles_of(policy: Mapping[str, Any]) -> Callable[[str], str]:
         return found[worker_class]
 
     return profile_of
+
+
+def ranks_of(profile_of: Callable[[str], str]) -> Callable[[str], int]:
+    """How many ranks a worker of a class has: one for each of its GPUs.
+
+    What is returned raises NotFound for a class without a profile.
+    """
+    from readyplane import profiles
+
+    return lambda name: profiles.load(profile_of(name), worker_class=name).gpus

@@ -22,7 +22,7 @@ from readyplane.kit.clock import Clock
 from readyplane_lab.up import actuator_rpc
 from readyplane_lab.up.actuator import LocalActuator, WorkerPlace
 from readyplane_lab.up.address_book import AddressBook, remove_book, write_book
-from readyplane_lab.up.demo_policy import profiles_of
+from readyplane_lab.up.demo_policy import profiles_of, ranks_of
 from readyplane_lab.up.folder import DataFolder, sweep_abandoned
 from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.model import publish_model
@@ -168,6 +168,7 @@ async def running_stack(
             ),
             clock=clock,
             profile_of=profile_of,
+            ranks_of=ranks_of(profile_of),
         )
         actuator_address = f"127.0.0.1:{free_port()}"
         server = await actuator_rpc.serve(actuator, address=actuator_address, token=token)
