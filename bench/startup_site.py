@@ -12,6 +12,7 @@ start compiles while its KV size is published all the same.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -106,7 +107,7 @@ class Site:
         if self.engine.sizes_kv:
             expected.add(ArtifactKind.KV_PROFILE)
         name = f"prime-{mode}-{key}"
-        await self._run(name, self._words(name, mode=mode, cache=self.local, key=key), key)
+        await self._run(name, self.words(name, mode=mode, cache=self.local, key=key), key)
         try:
             await self._until_published(expected, before)
         finally:
@@ -136,7 +137,7 @@ class Site:
         cache = self.local if cell.weights == LOCAL else self.folder / f"node-{name}"
         key = KEPT if cell.code in {HIT, EAGER} else LOST
         more = (self.engine.full_arg.format(number=number),) if cell.kv == FULL else ()
-        words = self._words(name, mode=cell.mode, cache=cache, key=key)
+        words = self.words(name, mode=cell.mode, cache=cache, key=key)
         words += [word for word in more if word]
         try:
             if cell.standby:
@@ -144,6 +145,8 @@ class Site:
             return taken_of(cell, await self._run(name, words, key))
         finally:
             await self.own.table.stop(name, grace_s=STOP_GRACE_S)
+            if cache != self.local:  # no disk holds a copy of the artifact for every start
+                await asyncio.to_thread(shutil.rmtree, cache, ignore_errors=True)
 
     async def _told(self, name: str, words: Sequence[str], key: str) -> tuple[Worker, float]:
         """A standby with a bare process, told to serve; the worker, and when it was told."""
@@ -153,7 +156,8 @@ class Site:
         await self.router.activate(name, reason="a bench wants it now")
         return await self._until(name, WorkerState.READY), told_s
 
-    def _words(self, name: str, *, mode: str, cache: Path, key: str) -> list[str]:
+    def words(self, name: str, *, mode: str, cache: Path, key: str) -> list[str]:
+        """The command line of an agent; `key` is KEPT or LOST."""
         keep = ("--compile-bytes-max", "1") if key == LOST else ()
         return [
             *(sys.executable, "-m", "readyplane_agent"),
