@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from readyplane.core.errors import InvalidField, Unavailable, Unsupported
-from readyplane.core.startup import StartMode
 from readyplane.core.worker import LoadReport, Role
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.engines import attached as attached_module
 from readyplane_agent.engines import exchange as exchange_module
-from readyplane_agent.engines import vllm
 from readyplane_agent.engines.attached import AttachedEngine
 from readyplane_agent.engines.child import EngineProcess
 from readyplane_agent.engines.choice import engine_for
@@ -291,65 +289,6 @@ def spec(tmp_path: Path, **more: Any) -> EngineSpec:
         **more,
     }
     return EngineSpec(**facts)
-
-
-def test_the_command_line_of_vllm(tmp_path: Path) -> None:
-    words = vllm.command(
-        spec(tmp_path, mode=StartMode.EAGER, kv_tokens=100, extra_args=("--max-num-seqs", "8")),
-        model_dir=tmp_path / "files",
-        port=8000,
-        ports=(5557, 5558),
-    )
-    assert words[:3] == ["vllm", "serve", str(tmp_path / "files")]
-    events = json.loads(words[words.index("--kv-events-config") + 1])
-    assert events["endpoint"] == "tcp://127.0.0.1:5557"
-    assert events["replay_endpoint"] == "tcp://127.0.0.1:5558"
-    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
-    assert transfer == {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
-    assert "--enforce-eager" in words
-    assert words[words.index("--num-gpu-blocks-override") + 1] == "7"
-    assert words[-2:] == ["--max-num-seqs", "8"]
-    env = vllm.environment(spec(tmp_path, compile_cache_dir=tmp_path), side_channel_port=5600)
-    assert env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
-    assert env["VLLM_CACHE_ROOT"] == str(tmp_path)
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        assert env[name].startswith(f"{tmp_path}/"), "all that is compiled lies in one folder"
-
-
-async def test_a_missing_vllm_is_one_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm, "POLL_S", 0.02)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    engine = engine_for("vllm", clock=SystemClock())
-    await engine.start(spec(tmp_path, wait_weights=True))
-    assert engine.pid == 0, "vLLM reads weights at once: not before they are verified"
-    with pytest.raises(Unavailable, match="program 'vllm' is not on PATH"):
-        await engine.wait_ready(stall_s=10)
-    await engine.stop()
-
-
-async def test_what_vllm_is_told_does_not_depend_on_the_workers_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM keys its compile cache by the model's path: two workers have to give the same (B139)."""
-    program = tmp_path / "bin" / "vllm"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "told $1 $2 in $(pwd)"\nexec sleep 60\n')
-    program.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    for name in ("w1", "w2"):
-        work = tmp_path / name
-        work.mkdir()
-        engine = engine_for("vllm", clock=SystemClock())
-        await engine.start(spec(work, wait_weights=False))
-        try:
-            async with asyncio.timeout(10):
-                while "told" not in engine.log_tail():
-                    await asyncio.sleep(0.02)
-            assert engine.log_tail() == f"told serve files in {work}"
-        finally:
-            await engine.stop()
 
 
 async def test_a_child_ends_by_signal_then_by_force(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from readyplane_agent.vouching import refuse_untrusted
 
 log = logging.getLogger("agent.start")
 
-CHECKPOINT_ENGINES = ("vllm", "sglang")
+CHECKPOINT_ENGINES = ("sglang",)
 
 
 class Loading:

@@ -52,8 +52,13 @@ class EngineProcess:
         log_path: Path,
         environment: Mapping[str, str],
         folder: Path | None = None,
+        told: bool = False,
     ) -> None:
-        """Start it in a folder. Raises Unavailable when the program is not there or cannot be run."""
+        """Start it in a folder; `told` keeps its standard input open for `tell`.
+
+        Raises:
+            Unavailable: the program is not there or cannot be run.
+        """
         found = shutil.which(command[0])
         if found is None:
             raise Unavailable(
@@ -66,7 +71,7 @@ class EngineProcess:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())),
                     *(str(Path(found).absolute()), *command[1:]),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=asyncio.subprocess.PIPE if told else asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env={**os.environ, **environment},
@@ -75,6 +80,26 @@ class EngineProcess:
                 )
         except OSError as error:
             raise Unavailable(f"cannot start {command[0]} ({error})", "install it") from error
+
+    async def tell(self, line: bytes) -> None:
+        """Its whole standard input. Raises Unavailable when it is gone or was started without."""
+        pipe = None if self._process is None else self._process.stdin
+        if pipe is None:
+            raise Unavailable("the engine's standard input is closed", "start it anew")
+        try:
+            pipe.write(line)
+            await pipe.drain()
+            pipe.close()
+            await pipe.wait_closed()
+        except OSError as error:
+            gone = Unavailable(f"the engine takes no order ({error})", "see the engine's log")
+            raise self.died() or gone from error
+
+    def end_session(self) -> None:
+        """SIGKILL to whatever is left of its session after its own end."""
+        if self._process is not None and self._process.returncode is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def died(self) -> Unavailable | None:
         """Why it is gone, with the end of its log; None while it runs."""

@@ -1,94 +1,77 @@
-"""A vLLM process as an engine: its command line, its start, its answers.
+"""A vLLM process as an engine: its start, what it says of itself, its end.
 
-Owns what is special about vLLM beside the OpenAI-style answers. vLLM reads a checkpoint folder, so
-the verified files are laid there (from the arena, by `starting`) before it is started.
+Owns one engine life. The process is started at once and imports while the weights come in; its
+loader plugin waits for the tensor table, which is written when they are verified. It can also be
+started before anything of a model is known, and is then given its order (`StandsBy`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from readyplane.core.errors import InvalidField, Unavailable
+from readyplane.core.identity import KvFormat
 from readyplane.core.kv import KvEventBatch
-from readyplane.core.startup import Segment, SegmentName, StartMode
-from readyplane.core.worker import Role
+from readyplane.core.startup import Segment
+from readyplane.core.worker import Serving
 from readyplane.kit.clock import Clock
 from readyplane_agent.engines.attached import AttachedEngine
 from readyplane_agent.engines.child import EngineProcess
+from readyplane_agent.engines.offers import Imported
 from readyplane_agent.engines.port import EngineSpec
+from readyplane_agent.engines.vllm_command import (
+    LAUNCH,
+    command,
+    device_of,
+    environment,
+    find_program,
+    process_environment,
+    python_of,
+)
 from readyplane_agent.engines.vllm_events import KvEventReader
+from readyplane_agent.engines.vllm_marks import (
+    MARKS_ENV,
+    read_facts,
+    read_marks,
+    segments_of,
+    write_mark,
+)
 
-POLL_S = 0.25
-KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
-
-
-def command(spec: EngineSpec, *, model_dir: Path, port: int, ports: tuple[int, int]) -> list[str]:
-    """The command line of one engine.
-
-    Args:
-        model_dir: folder with the checkpoint. port: of its API. ports: KV events, KV replay.
-    """
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://{spec.host}:{ports[0]}",
-        "replay_endpoint": f"tcp://{spec.host}:{ports[1]}",
-    }
-    transfer = {"kv_connector": "NixlConnector", "kv_role": KV_ROLES[spec.role]}
-    words = [
-        *("vllm", "serve", str(model_dir)),
-        *("--served-model-name", spec.model),
-        *("--host", spec.host, "--port", str(port)),
-        *("--kv-events-config", json.dumps(events)),
-        *("--kv-transfer-config", json.dumps(transfer)),
-    ]
-    if spec.mode is StartMode.EAGER:
-        words.append("--enforce-eager")
-    if spec.kv_tokens:
-        words += ["--num-gpu-blocks-override", str(-(-spec.kv_tokens // 16))]
-    if spec.kv_reuse_bytes:
-        words += ["--kv-cache-memory-bytes", str(spec.kv_reuse_bytes)]
-    if spec.max_batch_tokens:
-        # vLLM fills an iteration with tokens of what decodes first; the rest is a prompt's chunk.
-        words += ["--enable-chunked-prefill"]
-        words += ["--max-num-batched-tokens", str(spec.max_batch_tokens)]
-    if spec.max_num_seqs:
-        words += ["--max-num-seqs", str(spec.max_num_seqs)]
-    return [*words, *spec.extra_args]
-
-
-def environment(spec: EngineSpec, *, side_channel_port: int) -> dict[str, str]:
-    """What vLLM reads from the environment."""
-    found = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": spec.host,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
-    }
-    if spec.compile_cache_dir is not None:
-        # One folder for all that is compiled: what lies outside of it would not be there next time.
-        found["VLLM_CACHE_ROOT"] = str(spec.compile_cache_dir)
-        found["TORCHINDUCTOR_CACHE_DIR"] = str(spec.compile_cache_dir / "torchinductor")
-        found["TRITON_CACHE_DIR"] = str(spec.compile_cache_dir / "triton")
-    return {**found, **spec.environment}
+POLL_S = 0.05
+CPU_EVERY_S = 2.0
+CPU_STEP_S = 0.1  # so much more processor time is progress
+MARKS_FILE = "engine-marks.jsonl"
+NO_MODULE = "No module named readyplane_agent"
 
 
 class VllmEngine(AttachedEngine):
-    """`EnginePort` over a vLLM process of our own.
+    """`EnginePort` and `StandsBy` over a vLLM process of our own.
 
     Args:
-        clock: time.
+        clock: time. program: `vllm` of an environment in which this project is installed too; None
+            for `READYPLANE_VLLM_BIN`, else what PATH has.
     """
 
-    def __init__(self, *, clock: Clock) -> None:
+    def __init__(self, *, clock: Clock, program: Path | None = None) -> None:
         super().__init__("http://127.0.0.1:0", model="", profile="", clock=clock)
+        self._program = program
         self._child = EngineProcess()
-        self._began_s: float | None = None
+        self._marks = Path(os.devnull)
+        self._device = ""
+        self._ordered_s: float | None = None
         self._up_s: float | None = None
-        self._events: tuple[str, str] = ("", "")
+        self._stood_by_s = 0.0
+        self._ports: tuple[int, ...] = (0, 0, 0, 0)
+        self._cpu: tuple[float, float] = (0.0, 0.0)
 
     @property
     def returncode(self) -> int | None:
@@ -100,75 +83,244 @@ class VllmEngine(AttachedEngine):
         """Process id, 0 before the start."""
         return self._child.pid
 
-    async def start(self, spec: EngineSpec) -> None:
-        """Remember the order; vLLM reads weights at once, so it starts when they are verified."""
-        if not spec.wait_weights:
-            await self._spawn(spec)
-        self._spec = spec
+    # ------------------------------------------------------------------ start and stop
 
-    async def _spawn(self, spec: EngineSpec) -> None:
-        ports = _free_ports(spec.host, 4)
-        self._connect(f"http://{spec.host}:{ports[0]}", model=spec.model, profile=spec.profile)
-        self._events = (f"tcp://{spec.host}:{ports[1]}", f"tcp://{spec.host}:{ports[2]}")
-        self._began_s = self._clock.monotonic_s()
-        await self._child.start(
+    async def stand_by(
+        self, spec: EngineSpec, *, stall_s: float = 60.0, limit_s: float = 600.0
+    ) -> Imported:
+        """Start the process; returns when it has imported vLLM and waits for its order."""
+        begun_s = self._clock.monotonic_s()
+        await self._spawn(spec)
+        imported = await self._until_marked("imported", stall_s=stall_s, limit_s=limit_s)
+        self._stood_by_s = imported - begun_s
+        held = await asyncio.to_thread(_resident_bytes, self.pid)
+        device_bytes = 0 if self._device == "cpu" else None
+        return Imported(self.pid, begun_s, imported, held, device_bytes)
+
+    async def start(self, spec: EngineSpec) -> None:
+        """Give the order to the process that waits, or to a new one, which takes it when it can.
+
+        Raises:
+            Unavailable: there is no vLLM, or the process is gone.
+        """
+        self._spec = spec
+        self._ordered_s = self._clock.monotonic_s()
+        if self._child.pid == 0:
+            await self._spawn(spec)
+        gone = self._child.died()
+        if gone is not None:
+            raise self._explained(gone)
+        self._ports = _free_ports(spec.host, 4)
+        self._connect(
+            f"http://{spec.host}:{self._ports[0]}", model=spec.model, profile=spec.profile
+        )
+        words = command(
+            spec,
             # vLLM hashes the model's path into the key of its compile cache: one that begins at the
             # worker's own folder would find nothing that another worker has compiled.
-            command(spec, model_dir=Path("files"), port=ports[0], ports=(ports[1], ports[2])),
+            model_dir=Path("files"),
+            port=self._ports[0],
+            ports=(self._ports[1], self._ports[2]),
+            device=self._device,
+        )
+        order = {
+            "words": words[1:],
+            "environment": environment(spec, side_channel_port=self._ports[3]),
+            "folder": str(spec.work_dir),
+        }
+        await self._child.tell(json.dumps(order).encode() + b"\n")
+
+    async def _spawn(self, spec: EngineSpec) -> None:
+        program = find_program(self._program, {**os.environ, **spec.environment})
+        self._device = device_of({**os.environ, **spec.environment})
+        spec.work_dir.mkdir(parents=True, exist_ok=True)
+        self._marks = spec.work_dir / MARKS_FILE
+        self._marks.unlink(missing_ok=True)
+        write_mark("spawned", at_s=self._clock.monotonic_s(), path=str(self._marks))
+        self._spec = spec
+        await self._child.start(
+            [str(python_of(program)), *LAUNCH],
             log_path=spec.log_path,
-            environment=environment(spec, side_channel_port=ports[3]),
+            environment={
+                **process_environment(spec, device=self._device),
+                MARKS_ENV: str(self._marks),
+            },
             folder=spec.work_dir,
+            told=True,
         )
 
     async def wait_ready(self, *, stall_s: float = 60.0, limit_s: float = 1800.0) -> None:
-        """Wait until `/health` answers; what vLLM does until then is one segment.
+        """Wait until `/health` answers.
 
         Raises:
-            Unavailable: it died, said nothing for `stall_s`, or took longer than `limit_s`.
+            Unavailable: it died, showed no progress (marks, log, processor time) for `stall_s`, or
+            took longer than `limit_s`.
         """
-        if self._spec is None:
+        if self._spec is None or self._ordered_s is None:
             raise Unavailable("the engine was not started", "call start first")
-        if self._child.pid == 0:
-            await self._spawn(self._spec)
         begun_s = moved_s = self._clock.monotonic_s()
-        size = -1
-        while True:
-            gone = self._child.died()
-            if gone is not None:
-                raise gone
-            try:
-                await self._client.get("/health", timeout_s=2.0)
-                break
-            except (Unavailable, InvalidField):
-                await self._clock.sleep(POLL_S)
-            now_s, found = self._clock.monotonic_s(), self._spec.log_path.stat().st_size
-            if found != size:
-                size, moved_s = found, now_s
-            if now_s - moved_s > stall_s or now_s - begun_s > limit_s:
-                raise Unavailable(
-                    f"vLLM does not get on; its log ends: {self.log_tail(5)}", "see its log"
-                )
+        seen: object = None
+        while not await self._answers():
+            now_s = self._clock.monotonic_s()
+            found = await self._progress(now_s)
+            if found != seen:
+                seen, moved_s = found, now_s
+            self._refuse_stalled(now_s, begun_s, moved_s, stall_s=stall_s, limit_s=limit_s)
+            await self._clock.sleep(POLL_S)
         self._up_s = self._clock.monotonic_s()
         await super().wait_ready(stall_s=stall_s, limit_s=limit_s)
 
-    def startup_segments(self) -> tuple[Segment, ...]:
-        """One segment: vLLM exports no start-up times of its own."""
-        if self._began_s is None:
-            return ()
-        return (Segment(SegmentName.COMPILE, self._began_s, self._up_s, detail="vLLM start"),)
+    async def _answers(self) -> bool:
+        gone = self._child.died()
+        if gone is not None:
+            raise self._explained(gone)
+        if not any(m.name == "engine_up" for m in read_marks(self._marks)):
+            return False  # nobody listens before that: asking would only take its processor time
+        try:
+            await self._client.get("/health", timeout_s=2.0)
+        except (Unavailable, InvalidField):
+            return False
+        return True
 
-    async def kv_events(self) -> AsyncIterator[KvEventBatch]:
-        """Its prefix-cache events in our hash scheme."""
-        async for batch in KvEventReader(*self._events, slept=self._client.slept).follow():
-            yield batch
+    async def _until_marked(self, name: str, *, stall_s: float, limit_s: float) -> float:
+        """When a mark came. Raises Unavailable as `wait_ready`."""
+        begun_s = moved_s = self._clock.monotonic_s()
+        seen: object = None
+        while True:
+            found_s = next((m.at_s for m in read_marks(self._marks) if m.name == name), None)
+            if found_s is not None:
+                return found_s
+            gone = self._child.died()
+            if gone is not None:
+                raise self._explained(gone)
+            now_s = self._clock.monotonic_s()
+            progress = await self._progress(now_s)
+            if progress != seen:
+                seen, moved_s = progress, now_s
+            self._refuse_stalled(now_s, begun_s, moved_s, stall_s=stall_s, limit_s=limit_s)
+            await self._clock.sleep(POLL_S)
+
+    def _refuse_stalled(
+        self, now_s: float, begun_s: float, moved_s: float, *, stall_s: float, limit_s: float
+    ) -> None:
+        if now_s - moved_s <= stall_s and now_s - begun_s <= limit_s:
+            return
+        running = [s for s in self.startup_segments() if s.end_s is None]
+        what = f"{running[-1].name} ({running[-1].detail})" if running else "its start"
+        raise Unavailable(
+            f"vLLM does not get on with {what} ({now_s - moved_s:.0f} s without progress); "
+            f"its log ends: {self.log_tail(5)}",
+            "see its log",
+        )
+
+    async def _progress(self, now_s: float) -> object:
+        """Whatever changes when a start gets on."""
+        assert self._spec is not None
+        if now_s - self._cpu[0] >= CPU_EVERY_S:
+            self._cpu = (now_s, await asyncio.to_thread(_cpu_s, self.pid))
+        sizes = [p.stat().st_size if p.exists() else 0 for p in (self._spec.log_path, self._marks)]
+        return *sizes, int(self._cpu[1] / CPU_STEP_S)
+
+    def _explained(self, gone: Unavailable) -> Unavailable:
+        if NO_MODULE in self.log_tail(5):
+            return Unavailable(
+                "the environment of this vLLM does not have readyplane installed",
+                "install it there too (pip install --no-deps), or use the one of make vllm-env",
+            )
+        return gone
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
-        """SIGTERM, then SIGKILL to its session."""
+        """SIGTERM, after the grace SIGKILL; at the end to whatever is left of its session."""
         await self._child.stop(grace_s=grace_s)
+        self._child.end_session()
 
     def log_tail(self, lines: int = 20) -> str:
         """End of its log."""
         return self._child.tail(lines)
+
+    # ------------------------------------------------------------------ what it is and does
+
+    def startup_segments(self) -> tuple[Segment, ...]:
+        """What its processes marked, from its order on."""
+        if self._ordered_s is None:
+            return ()
+        return segments_of(
+            read_marks(self._marks),
+            ordered_s=self._ordered_s,
+            up_s=self._up_s,
+            stood_by_s=self._stood_by_s,
+        )
+
+    def facts(self) -> Mapping[str, Any]:
+        """What the engine told of its KV pool and formats (`vllm_hooks.facts_of`)."""
+        return read_facts(self._marks)
+
+    async def _read_serving(self) -> Serving:
+        """What the server says, and what the engine behind it has told beside it."""
+        plain = await super()._read_serving()
+        assert self._spec is not None
+        facts = self.facts()
+        if "block_size" not in facts:
+            raise Unavailable(
+                f"vLLM does not tell its KV format ({facts.get('problem', 'no mark of it')})",
+                "use the vLLM version that docs/vllm.md names",
+            )
+        return replace(
+            plain,
+            kv=KvFormat(
+                model_digest=self._spec.manifest_digest,
+                dtype=str(facts["kv_dtype"]),
+                block_size=int(facts["block_size"]),
+                layout=str(facts["kv_layout"]),
+                tp=int(facts["tp"]),
+                positions=str(facts["positions"]),
+                engine_version=plain.kv.engine_version,
+            ),
+            max_num_seqs=int(facts["max_num_seqs"]),
+            kv_side_channel=f"{self._spec.host}:{self._ports[3]}",
+            mode=self._spec.mode,
+        )
+
+    async def kv_events(self) -> AsyncIterator[KvEventBatch]:
+        """Its prefix-cache events in our hash scheme."""
+        assert self._spec is not None
+        host, (_, events, replay, _) = self._spec.host, self._ports
+        reader = KvEventReader(
+            f"tcp://{host}:{events}", f"tcp://{host}:{replay}", slept=self._client.slept
+        )
+        async for batch in reader.follow():
+            yield batch
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor seconds of a process and all that it started."""
+    total = 0.0
+    for process in _tree(pid):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def _resident_bytes(pid: int) -> int | None:
+    """Host memory of a process and all that it started; what they share counts once a process."""
+    found = []
+    for process in _tree(pid):
+        try:
+            found.append(process.memory_info().rss)
+        except psutil.Error:
+            continue
+    return sum(found) or None
 
 
 def _free_ports(host: str, count: int) -> tuple[int, ...]:

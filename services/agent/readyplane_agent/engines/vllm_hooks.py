@@ -8,6 +8,7 @@ of its own, and its time then belongs to the step before it.
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 import os
 import sys
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from readyplane.kit.clock import SystemClock
-from readyplane_agent.engines.vllm_marks import MARKS_ENV, SERVER_PID_ENV, write_mark
+from readyplane_agent.engines.vllm_marks import FACTS, MARKS_ENV, SERVER_PID_ENV, write_mark
 from readyplane_agent.trace import process_start_s
 
 _CLOCK = SystemClock()
@@ -52,7 +53,7 @@ def hook() -> None:
     mark("registered" if process == "server" else process)
     core = sys.modules.get("vllm.v1.engine.core")
     if core is not None and process == "engine":
-        _around(core.EngineCore, "_initialize_kv_caches", "", "scheduler")
+        _around(core.EngineCore, "_initialize_kv_caches", "", "scheduler", then=_tell_facts)
         _around(core.EngineCoreProc, "run_busy_loop", "engine_up", "")
     wrapper = sys.modules.get("vllm.v1.worker.worker_base")
     if wrapper is not None:
@@ -109,6 +110,38 @@ def _around(
         return given
 
     setattr(owner, name, timed)
+
+
+def _tell_facts(core: Any) -> None:
+    """What a worker must know of its engine before its KV may pass to another (R20.2)."""
+    try:
+        told = facts_of(core.vllm_config)
+    except AttributeError as error:  # another version: what is unknown stays unknown
+        told = {"problem": str(error)}
+    mark(FACTS, json.dumps(told))
+
+
+def facts_of(config: Any) -> dict[str, Any]:
+    """Format and size of the KV pool and what else vLLM has settled by its start.
+
+    Raises:
+        AttributeError: this version calls something otherwise.
+    """
+    cache, model = config.cache_config, config.model_config
+    dtype = str(cache.cache_dtype)
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta", getattr(model.hf_text_config, "rope_theta", None))
+    return {
+        "block_size": cache.block_size,
+        "kv_blocks": cache.num_gpu_blocks,
+        "kv_dtype": str(model.dtype).rpartition(".")[2] if dtype == "auto" else dtype,
+        "kv_layout": str(getattr(cache, "kv_cache_layout", None) or "unknown"),
+        "kv_memory_bytes": getattr(cache, "kv_cache_memory_bytes", None),
+        "positions": "unknown" if theta is None else f"rope/{float(theta):g}",
+        "quantisation": str(model.quantization or "none"),
+        "tp": config.parallel_config.tensor_parallel_size,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+    }
 
 
 def _compiled() -> str:

@@ -14,12 +14,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from readyplane.core.startup import Segment, SegmentName
 
 MARKS_ENV = "READYPLANE_VLLM_MARKS"
 SERVER_PID_ENV = "READYPLANE_VLLM_SERVER_PID"
 MARKS_BYTES_MAX = 1 << 20
+FACTS = "facts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +83,38 @@ def write_mark(name: str, *, at_s: float, detail: str = "", path: str = "") -> N
         return
 
 
-def read_marks(path: Path) -> tuple[Mark, ...]:
-    """The marks there are, in the order they were written; unknown and unfinished lines left out."""
+def read_facts(path: Path) -> dict[str, Any]:
+    """What the engine told of itself (the mark `facts`), empty until it has."""
+    found: dict[str, Any] = {}
+    for _name, detail in ((n, d) for n, _, _, d in _lines(path) if n == FACTS):
+        try:
+            told = json.loads(detail)
+        except ValueError:
+            continue
+        if isinstance(told, dict):
+            found = told
+    return found
+
+
+def _lines(path: Path) -> list[tuple[str, float, int, str]]:
     try:
         with path.open("rb") as file:
             text = file.read(MARKS_BYTES_MAX).decode("utf-8", "replace")
     except OSError:
-        return ()
+        return []
     found = []
     for line in text.splitlines():
         try:
             name, at_s, pid, detail = json.loads(line)
-            mark = Mark(str(name), float(at_s), int(pid), str(detail))
+            found.append((str(name), float(at_s), int(pid), str(detail)))
         except (ValueError, TypeError):
             continue
-        if mark.name in STEPS:
-            found.append(mark)
-    return tuple(found)
+    return found
+
+
+def read_marks(path: Path) -> tuple[Mark, ...]:
+    """The marks there are, in the order they were written; unknown and unfinished lines left out."""
+    return tuple(Mark(*line) for line in _lines(path) if line[0] in STEPS)
 
 
 def chain(marks: Iterable[Mark]) -> tuple[Mark, ...]:
