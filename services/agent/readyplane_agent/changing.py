@@ -56,8 +56,15 @@ class Changing:
                 self._end(Event.ENGINE_DIED, f"it could not be activated: {error}")
             log.warning("activation: %s", error)  # else a lost lease came between: it rejoins
         else:
+            await self.rest()
             took_s = self._clock.monotonic_s() - began_s
             log.info("%s %.3f s after it was told: %s", self._state(), took_s, why)
+
+    async def rest(self) -> None:
+        """A standby that is to wait asleep gives its device back."""
+        if self._state() is State.STANDBY and self._start.waiting.sleeps:
+            await self._start.waiting.fall_asleep()
+            self._session.poke()
 
     def flip(self, role: Role, why: str) -> None:
         """Drain this stage; `turn` follows when the router says that nothing is left of it."""

@@ -41,11 +41,13 @@ from readyplane_agent.lifecycle import (
 from readyplane_agent.load import LoadReader
 from readyplane_agent.loop import News, Session
 from readyplane_agent.ranks import blamed
+from readyplane_agent.metrics import source_metrics, start_metrics, start_text
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.starting import Start, Started
 from readyplane_agent.trace import StartTrace, within
 from readyplane_agent.transfer import HAND_OVER_LIMIT_S, TransferServer
 
+from readyplane_agent.upgrading import Upgrading
 log = logging.getLogger("agent")
 
 START_NEWS_S = 1.0
@@ -163,6 +165,17 @@ class Life:
             give=self.giving.begin,
         )
         self._changing = Changing(
+        self._waiting = self._start.waiting
+        self._upgrading = Upgrading(
+            settings,
+            router=router,
+            engine=engine,
+            started=self.started,
+            clock=clock,
+            trace=trace,
+            lease=self._lease,
+            told=self._told_anew,
+        )
             start=self._start,
             started=self.started,
             session=self.session,
@@ -206,11 +219,22 @@ class Life:
         self.background(self.giving.keep())
         await within(self._start.run(), limit_s=self.settings.start_limit_s, trace=self.trace)
         self.up_s = self._clock.monotonic_s()
-        self._report_start()
+        self._waiting.check()
+        if self._waiting.bare:
+            await self._wait_bare()
+        log.info("%s %s", self.state, start_text(self.trace, end_s=self.up_s))
         self.background(self._follow_kv())
         self._ready_at_last()
 
     def _ready_at_last(self) -> None:
+        await self._changing.rest()
+
+    async def _wait_bare(self) -> None:
+        """With a process only, for as long as nobody wants it; its start begins with the word."""
+        await within(self._start.stand_by(), limit_s=self.settings.start_limit_s, trace=self.trace)
+        await self._waiting.told.wait()
+        self._tell(Event.ACTIVATE_ASKED)
+        self.trace.begin_anew()
         """Once in a life; a standby's moment comes when it is activated."""
         self.session.poke()
         if self.state is State.READY and self.ready_s is None:
@@ -218,6 +242,8 @@ class Life:
             self._on_ready(self)
 
     async def _serve(self) -> None:
+        if self.state is State.READY:
+            self._upgrading.begin()
         """Give weights beside serving, and watch a drain until the end."""
         self.giving.poke()
         self.background(Watch(self.engine.serving_times, self.transfer, self._clock).keep())
@@ -276,6 +302,7 @@ class Life:
         self._start.stop()
         for task in [*self._tasks, *self._load.asking, *filter(None, [self._rejoining])]:
             task.cancel()
+        self._upgrading.stop()
         self.transfer.drain()
         had = self.session.lease is not None
         if self.state is not State.FENCED and had:
@@ -328,7 +355,9 @@ class Life:
         elif directive.kind in {"leave", "stop"}:
             self.end(Event.LEAVE_ASKED, why)
         elif directive.kind == "activate":
-            if self.state is State.STANDBY:
+            if self.state is State.BARE:
+                self._waiting.told.set()
+            elif self.state is State.STANDBY:
                 self.background(self._activate(why))
         elif directive.kind == "flip" and directive.role is not None:
             self._flip(directive, directive.role, why)
@@ -351,7 +380,8 @@ class Life:
     async def _turn(self) -> None:
         if await self._changing.turn():
             self._drained = False
-            self.session.poke()
+        await self._upgrading.interrupt("it changes the stage")
+            self._ready_at_last()
 
     def end(self, event: Event, why: str) -> None:
         """End this life; the first reason counts."""
@@ -413,6 +443,7 @@ class Life:
             standby=s.standby and self.ready_s is None,
         )
 
+            holds=s.holds,
     async def _news(self) -> News:
         starting = self.state in STARTS
         progress = None
@@ -420,14 +451,21 @@ class Life:
             progress = self.trace.progress(self.engine.log_tail(20) if starting else "")
             # The finished segments are told once more after admission, then never again.
             self._told_ready = self.up_s is not None and self.session.failures == 0
-        lives = self.state in SERVES or self.state in WAITS
+        bare = self.state is State.BARE
+        lives = self.state in SERVES or (self.state in WAITS and not bare)
         load = await self._load.report(self._lease().ttl_s) if lives else None
         within_s = START_NEWS_S if starting else None
         if self.state in {State.DRAINING, State.FLIPPING}:
             within_s = DRAIN_NEWS_S
         elif self.state in WAITS:
             within_s = STANDBY_NEWS_S  # the word to serve comes with an answer: ask often
-        return News(progress, load, drained=self._drained, within_s=within_s)
+        holds = self._waiting.holds(stands_by=self.state is State.STANDBY, bare=bare)
+        return News(progress, load, self._drained, within_s, holds)
+
+    def _told_anew(self) -> None:
+        """What renewals tell of the start has changed: once more, with the next."""
+        self._told_ready = False
+        self.session.poke()
 
     def _regranted(self, lease: Lease) -> None:
         """The router had lost us: what it knew of the gate is gone, so prove everything again."""
@@ -441,6 +479,7 @@ class Life:
     async def _rejoin(self) -> None:
         while self.state is State.REJOINING:
             try:
+        await self._upgrading.interrupt("the router had lost it")
                 await self._start.rejoin()
             except (LostLease, StaleEpoch) as error:
                 log.warning("rejoining: %s; the session decides", error)
@@ -453,6 +492,7 @@ class Life:
                 self._ready_at_last()
             await self._clock.sleep(1.0)
 
+                await self._changing.rest()
     def _failed(self) -> bool:
         return self.state is State.FAILED
 
@@ -471,6 +511,7 @@ class Life:
         self._tell(Event.DRAIN_ASKED)
         self.transfer.drain(limit_s=min(deadline_s, HAND_OVER_LIMIT_S))
         self.giving.poke()
+        self.background(self._upgrading.interrupt("it is to leave"))
         self._wake.set()
 
     async def _tell_router_of_drain(self) -> None:
@@ -535,49 +576,13 @@ class Life:
     def _health(self) -> tuple[bool, str]:
         return holds_lease(self.state), str(self.state)
 
-    def _report_start(self) -> None:
-        assert self.up_s is not None
-        path = critical_path(self.trace.segments(), start_s=self.trace.begin_s, end_s=self.up_s)
-        shares = ", ".join(f"{n} {v:.2f}" for n, v in path.exclusive_s.items())
-        log.info(
-            "%s after %.2f s, %.1f %% unexplained: %s",
-            self.state,
-            path.wall_s,
-            100 * path.unexplained_fraction,
-            shares,
-        )
-
     def metrics(self) -> str:
         """Prometheus text: segments of this start, bytes given to peers, faults met."""
         s = self.settings
         pool = s.role if s.convertible_tpot_s > 0 else self.started.role
         who = f'worker_id="{s.worker_id}",pool="{pool}",worker_class="{s.worker_class}"'
-        lines = ["# TYPE readyplane_agent_start_segment_seconds gauge"]
         end_s = self._clock.monotonic_s() if self.up_s is None else self.up_s
-        path = critical_path(self.trace.segments(), start_s=self.trace.begin_s, end_s=end_s)
-        for name, value in path.inclusive_s.items():
-            lines.append(
-                f'readyplane_agent_start_segment_seconds{{{who},segment="{name}"}} {value:.6f}'
-            )
-        lines.append("# TYPE readyplane_agent_start_unexplained_seconds gauge")
-        lines.append(
-            f"readyplane_agent_start_unexplained_seconds{{{who}}} {path.unexplained_s:.6f}"
-        )
-        lines += self.transfer.counted(who)
-        fetched = self.started.fetched
-        given: dict[str, int] = {}
-        faults: dict[tuple[str, str], int] = {}
-        for use in [] if fetched is None else fetched.uses:
-            given[str(use.tier)] = given.get(str(use.tier), 0) + use.bytes_read
-            if use.fault is not None:
-                key = (str(use.tier), use.fault.kind)
-                faults[key] = faults.get(key, 0) + 1
-        lines.append("# TYPE readyplane_agent_source_bytes_total counter")
-        for tier, size in given.items():
-            lines.append(f'readyplane_agent_source_bytes_total{{{who},tier="{tier}"}} {size}')
-        lines.append("# TYPE readyplane_agent_source_faults_total counter")
-        for (tier, kind), count in faults.items():
-            lines.append(
-                f'readyplane_agent_source_faults_total{{{who},tier="{tier}",kind="{kind}"}} {count}'
-            )
-        return "\n".join([*lines, *self.started.reuse_metrics(who)]) + "\n"
+        lines = [*start_metrics(self.trace, who, end_s=end_s), *self.transfer.counted(who)]
+        lines += source_metrics(self.started.fetched, who)
+        lines += [*self.started.reuse_metrics(who), *self._upgrading.metrics(who)]
+        return "\n".join(lines) + "\n"

@@ -22,6 +22,7 @@ class State(StrEnum):
     STARTING = "starting"
     PROVING = "proving"
     JOINING = "joining"
+    BARE = "bare"
     STANDBY = "standby"
     ACTIVATING = "activating"
     READY = "ready"
@@ -40,6 +41,7 @@ class Event(StrEnum):
     LEASE_GRANTED = "lease_granted"
     SOURCES_PLANNED = "sources_planned"
     ENGINE_FOUND = "engine_found"
+    IMPORTED = "imported"
     WEIGHTS_VERIFIED = "weights_verified"
     ENGINE_UP = "engine_up"
     CANARY_PASSED = "canary_passed"
@@ -69,7 +71,7 @@ class ExitCode(IntEnum):
 
 
 STARTS = (State.LEASED, State.LOADING, State.STARTING, State.PROVING, State.JOINING)
-WAITS = (State.STANDBY, State.ACTIVATING)
+WAITS = (State.BARE, State.STANDBY, State.ACTIVATING)
 SERVES = (State.READY, State.REJOINING, State.FLIPPING, State.DRAINING)
 LIVES = (*STARTS, *WAITS, *SERVES)
 ENDS = (State.LEAVING, State.FAILED, State.FENCED)
@@ -86,6 +88,10 @@ _PATH: Mapping[tuple[State, Event], State] = {
     (State.PROVING, Event.CANARY_PASSED): State.JOINING,
     (State.JOINING, Event.ADMITTED): State.READY,
     (State.JOINING, Event.REFUSED): State.FAILED,
+    # A bare standby has an engine process and nothing else: told to serve, it starts from there.
+    (State.LEASED, Event.IMPORTED): State.BARE,
+    (State.BARE, Event.ACTIVATE_ASKED): State.LEASED,
+    (State.BARE, Event.LEASE_REGRANTED): State.BARE,
     # A standby passed the gate and waits for the word; it serves when the gate says so, not before.
     (State.JOINING, Event.STOOD_BY): State.STANDBY,
     (State.STANDBY, Event.ACTIVATE_ASKED): State.ACTIVATING,

@@ -20,7 +20,7 @@ from readyplane.core.errors import (
     StaleEpoch,
     Unavailable,
 )
-from readyplane.core.worker import Lease, LoadReport, StartProgress, WorkerOffer
+from readyplane.core.worker import Holds, Lease, LoadReport, StartProgress, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import Directive, Renewal, Router
 from readyplane_agent.kv_events import KvForwarder
@@ -43,6 +43,7 @@ class News:
     load: LoadReport | None = None
     drained: bool = False
     within_s: float | None = None
+    stands_by: Holds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,7 @@ class Session:
             load=news.load,
             kv_events=self._kv.take(),
             drained=news.drained,
+            stands_by=news.stands_by,
             quiet=self._heard_lately(lease),
         )
         try:

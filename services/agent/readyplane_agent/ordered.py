@@ -22,11 +22,13 @@ def own_engine(
     engine_id: str,
     profile: ClassProfile,
     compiles: bool,
+    graph_stages: bool,
 ) -> EngineSpec:
     """The spec of an engine of our own; its config file is written here.
 
     Args:
-        profile: as told to the router. compiles: what it compiles is kept.
+        profile: as told to the router. compiles: what it compiles is kept. graph_stages: its graphs
+            come later.
     """
     work = s.work_dir
     config = work / "config.json"
@@ -59,6 +61,7 @@ def own_engine(
         max_batch_tokens=profile.max_batch_tokens if lent else 0,
         max_num_seqs=profile.max_num_seqs if lent else 0,
         wait_weights=True,
+        graph_stages=graph_stages,
         extra_args=s.engine_args,
     )
 

@@ -52,8 +52,12 @@ class Proving:
     def serving(self) -> Serving:
         """What the engine says, with what only the agent knows."""
         fetched, arena = self._started.fetched, self._started.arena
+        stage, told = self._started.stage, self._engine.serving()
+        blocks = told.kv_total_blocks if stage is None else stage.kv_tokens // told.block_size
         return replace(
-            self._engine.serving(),
+            told,
+            stage=stage,
+            kv_total_blocks=blocks,
             profile=self._profile.name,
             tier=WeightTier.UNKNOWN if fetched is None else fetched.tier,
             mode=self._s.mode,

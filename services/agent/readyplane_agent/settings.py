@@ -15,7 +15,7 @@ from typing import Any
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.startup import StartMode
-from readyplane.core.worker import Role
+from readyplane.core.worker import Holds, Role
 from readyplane_agent.engines.ranks import TP_MAX
 
 ORDERED_AT = "READYPLANE_ORDERED_AT_MONOTONIC_S"
@@ -33,7 +33,11 @@ HELP: Mapping[str, str] = {
     "manifest": "digest or tag of the weights to serve; empty: what the model name resolves to",
     "convertible_tpot_s": "above 0: a decode worker that also takes prompts in short chunks, between "
     "iterations that keep this time per output token",
-    "standby": "true: pass the gate, then wait until the router activates it",
+    "standby": "true: wait until the router activates it, by default with everything loaded and proved",
+    "holds": "what a standby waits with: weights (gate passed, serves at once), process (the engine "
+    "has imported everything and holds neither weights nor device memory) or asleep (gate passed, "
+    "device given back)",
+    "graph_stages": "true: ready with few graphs, more are captured while it serves",
     "trust_file": "trust policy (JSON): whose signatures a manifest needs before it is loaded",
     "worker_class": "worker class, as the planner names it",
     "tp": "ranks of this worker, on this machine; each maps its part of the weights alone",
@@ -51,8 +55,8 @@ HELP: Mapping[str, str] = {
     "compile_bytes_max": "most bytes of compiled code kept beside the weight cache",
     "pool_dir": "node's pool of arenas in shared memory, kept across restarts (tier L1)",
     "pool_bytes_max": "most bytes of all arenas of the pool, in use or not",
-    "weights_memory": "copy (memory of its own, which nobody can change) or map (files of the weight "
-    "cache that lie in the page cache are mapped, verified there and not copied)",
+    "weights_memory": "map (files of the weight cache that lie in the page cache are mapped, verified there "
+    "and not copied; others are read) or copy (always memory of its own, which nobody can change)",
     "staging_bytes": "most bytes read and not yet verified at once",
     "staging_node_bytes": "most staging of all processes of this node together",
     "node_processes": "workers or ranks of this node that may load at once; each has its share",
@@ -98,6 +102,8 @@ class AgentSettings:
     tp: int = 1
     convertible_tpot_s: float = 0.0
     standby: bool = False
+    holds: Holds = Holds.WEIGHTS
+    graph_stages: bool = False
     generation: int = 1
     mode: StartMode = StartMode.JIT
     scale_decision_id: str = ""
@@ -112,7 +118,7 @@ class AgentSettings:
     compile_bytes_max: int = 20 * 2**30
     pool_dir: Path | None = None
     pool_bytes_max: int = 64 * 2**30
-    weights_memory: str = "copy"
+    weights_memory: str = "map"
     staging_bytes: int = 64 * 2**20
     staging_node_bytes: int = 2 * 2**30
     node_processes: int = 8
@@ -205,11 +211,14 @@ def _typed(name: str, kind: str, raw: Any) -> Any:
             return Role(raw)
         if kind == "StartMode":
             return StartMode(raw)
+        if kind == "Holds":
+            return Holds(raw)
     except (ValueError, KeyError):
         remedies = {
             "bool": "write true or false",
             "Role": "write one of " + ", ".join(Role),
             "StartMode": "write one of " + ", ".join(StartMode),
+            "Holds": "write one of " + ", ".join(Holds),
         }
         raise InvalidField(_flag(name), raw, remedies.get(kind, "write a finite number")) from None
     return str(raw)
@@ -236,6 +245,7 @@ def _checked(s: AgentSettings) -> AgentSettings:
         if getattr(s, name) < 1:
             raise InvalidField(_flag(name), getattr(s, name), "use a whole number from 1")
     _check_convertible(s)
+    _check_waits(s)
     _check_ranks(s)
     from_zero = ("kv_tokens", "convertible_tpot_s", "serving_ttft_s", "serving_tpot_s")
     for name in (*from_zero, "transfer_readers_max", "transfer_bytes_per_s"):
@@ -266,6 +276,16 @@ def _check_ranks(s: AgentSettings) -> None:
     if s.tp > 1 and s.engine != "modelled":
         remedy = f"leave it out: engine {s.engine} starts its own ranks, see --engine-arg"
         raise InvalidField("--tp", s.tp, remedy)
+
+
+def _check_waits(s: AgentSettings) -> None:
+    if s.holds is not Holds.WEIGHTS and not s.standby:
+        raise InvalidField("--holds", str(s.holds), "give it with --standby true, only then")
+    if s.graph_stages and s.mode is StartMode.EAGER:
+        raise InvalidField("--graph-stages", "true with --mode eager", "take jit or aot")
+    if s.engine == "attached" and (s.graph_stages or s.holds is not Holds.WEIGHTS):
+        remedy = "leave it out: an attached engine was started by somebody else"
+        raise InvalidField("--graph-stages, --holds", str(s.holds), remedy)
 
 
 def _check_convertible(s: AgentSettings) -> None:

@@ -20,6 +20,7 @@ from readyplane.core.errors import (
 )
 from readyplane.core.identity import Manifest
 from readyplane.core.profile import ClassProfile
+from readyplane.core.stage import CapacityStage
 from readyplane.core.startup import SegmentName
 from readyplane.core.worker import CheckResult, Lease, Role, Serving
 from readyplane.kit.clock import Clock
@@ -29,6 +30,7 @@ from readyplane_agent.arena import Arena
 from readyplane_agent.barrier import Barrier
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.compile_publish import upload_url
+from readyplane_agent.engines.offers import StagesGraphs
 from readyplane_agent.engines.port import EnginePort, EngineSpec
 from readyplane_agent.lifecycle import Event
 from readyplane_agent.loader import Loader
@@ -43,6 +45,8 @@ from readyplane_agent.settings import AgentSettings
 from readyplane_agent.source_use import Fetched
 from readyplane_agent.start_memory import arena_for, fault_in, take_held
 from readyplane_agent.trace import StartTrace
+from readyplane_agent.upgrading import first_stage
+from readyplane_agent.waiting import Waiting
 
 log = logging.getLogger("agent.start")
 
@@ -63,6 +67,7 @@ class Started:
     serving: Serving | None = None
     reuse: Reuse | None = None
     checks: tuple[CheckResult, ...] = ()
+    stage: CapacityStage | None = None
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def reuse_metrics(self, who: str) -> list[str]:
@@ -101,6 +106,7 @@ class Start:
         self._profile, self._cache, self._clock, self._trace = profile, cache, clock, trace
         self._lease, self._tell, self._started, self._give = lease, tell, started, give
         self._loader: Loader | None = None
+        self.waiting = Waiting(settings, engine, clock)
         self._patient = Patience(clock, lease)
         self._loading = Loading(
             settings,
@@ -166,19 +172,34 @@ class Start:
             keeping = reuse.keep(self._engine, manifest)
             self._started.tasks.append(asyncio.create_task(keeping))
 
+    async def stand_by(self) -> None:
+        """Wait with an engine process only, until it is told to load; then the start begins.
+
+        Raises:
+            Unsupported: the engine cannot. Unavailable: the process does not come up.
+        """
+        await self.waiting.stand_by(engine_id=self._incarnation)
+        self._tell(Event.IMPORTED)
+
     async def rejoin(self) -> None:
         """Prove and hand in everything again, under a lease that was granted anew."""
         now_s = self._clock.monotonic_s()
         self._trace = StartTrace(self._clock, process_start_s=now_s)
+        await self.waiting.wake()
         await self._prove()
         await self._join()
 
     async def activate(self) -> None:
         """Ask the canary once more and hand the evidence in: it is to serve now, if still wanted.
 
-        One answer: what could have changed since the whole proof is what the engine answers now.
+        One answer: what could have changed since the whole proof is what the engine answers now. An
+        engine that slept is proved whole: its device has been somebody else's meanwhile.
         """
         self._trace = StartTrace(self._clock, process_start_s=self._clock.monotonic_s())
+        if await self.waiting.wake():
+            await self._prove()
+            await self._join()
+            return
         question = probes.Question.of(self._started.manifest)
         first = await probes.ask(self._engine, question)
         self._started.checks = tuple(
@@ -233,6 +254,7 @@ class Start:
                 engine_id=self._incarnation,
                 profile=self._profile,
                 compiles=self._cache is not None,
+                graph_stages=self._s.graph_stages and isinstance(self._engine, StagesGraphs),
             )
             if self._cache is not None:
                 self._started.reuse = Reuse(
@@ -306,6 +328,8 @@ class Start:
                 await self._engine.wait_ready(stall_s=self._s.stall_s)
         else:
             await self._own_engine_up()
+        profile = self._s.profile or self._s.worker_class
+        self._started.stage = await first_stage(self._s, self._engine, profile=profile)
         self._tell(Event.ENGINE_UP)
 
     async def _own_engine_up(self) -> None:

@@ -78,6 +78,12 @@ class StartTrace:
             self.begin_s = ordered_at_s
             self.add(SegmentName.SCHEDULE, ordered_at_s, self.process_start_s)
 
+    def begin_anew(self) -> None:
+        """The start begins now: what was before was a wait; its engine says what that saved."""
+        now_s = self._clock.monotonic_s()
+        self._spans.clear()
+        self.ordered_at_s, self.begin_s, self.process_start_s = None, now_s, now_s
+
     def add(
         self, name: SegmentName, start_s: float, end_s: float | None = None, detail: str = ""
     ) -> Span:

@@ -1,0 +1,109 @@
+"""A standby while it waits: with an engine process only, or with an engine that sleeps.
+
+Owns what is asked of the engine for it, and the word that ends the wait of a bare process. `starting`
+goes on from there; `life` tells the router with what the standby waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+from readyplane.core.errors import Refused, Unavailable
+from readyplane.core.worker import Holds
+from readyplane.kit.clock import Clock
+from readyplane_agent.engines.offers import SleepDepth, Sleeps, StandsBy, offered
+from readyplane_agent.engines.port import EnginePort, EngineSpec
+from readyplane_agent.settings import AgentSettings
+
+log = logging.getLogger("agent.standby")
+
+
+class Waiting:
+    """With what one worker waits until it is told to serve.
+
+    Attributes:
+        told: set when a bare process is to load. asleep: the engine sleeps.
+    """
+
+    def __init__(self, settings: AgentSettings, engine: EnginePort, clock: Clock) -> None:
+        self._s, self._engine, self._clock = settings, engine, clock
+        self.told = asyncio.Event()
+        self.asleep = False
+
+    @property
+    def bare(self) -> bool:
+        """Whether it is to wait with a process only, before it loads anything."""
+        return self._s.standby and self._s.holds is Holds.PROCESS and not self.told.is_set()
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it is to wait asleep."""
+        return self._s.standby and self._s.holds is Holds.ASLEEP
+
+    def check(self) -> None:
+        """Raises Unsupported: the engine cannot wait as it was ordered to. Asked before it loads."""
+        if self._s.standby and self._s.holds is Holds.PROCESS:
+            offered(self._engine, StandsBy, self._s.engine, "a standby without weights")  # type: ignore[type-abstract]
+        elif self.sleeps:
+            offered(self._engine, Sleeps, self._s.engine, "a standby that sleeps")  # type: ignore[type-abstract]
+
+    async def stand_by(self, *, engine_id: str) -> None:
+        """Start the process; returns when it has imported everything. Raises as the port."""
+        engine = offered(self._engine, StandsBy, self._s.engine, "a standby without weights")  # type: ignore[type-abstract]
+        spec = bare_engine(self._s, engine_id=engine_id)
+        found = await engine.stand_by(spec, stall_s=self._s.stall_s, limit_s=self._s.start_limit_s)
+        took_s = found.ready_s - found.start_s
+        held = "unknown" if found.device_bytes is None else f"{found.device_bytes} B"
+        log.info("process %d imported in %.2f s, device %s", found.pid, took_s, held)
+
+    async def fall_asleep(self) -> None:
+        """Give the device back; an engine that is busy keeps it, and the standby its weights."""
+        engine = offered(self._engine, Sleeps, self._s.engine, "a standby that sleeps")  # type: ignore[type-abstract]
+        try:
+            await engine.sleep(SleepDepth.WEIGHTS_IN_HOST)
+        except (Refused, Unavailable) as error:
+            log.warning("it stands by awake: %s", error)
+        else:
+            self.asleep = True
+
+    async def wake(self) -> bool:
+        """Whether it slept. Raises Unavailable, IdentityMismatch: it is not what it was."""
+        if not self.asleep:
+            return False
+        began_s = self._clock.monotonic_s()
+        engine = offered(self._engine, Sleeps, self._s.engine, "a standby that sleeps")  # type: ignore[type-abstract]
+        await engine.wake()
+        self.asleep = False
+        log.info("awake after %.2f s", self._clock.monotonic_s() - began_s)
+        return True
+
+    def holds(self, *, stands_by: bool, bare: bool) -> Holds | None:
+        """With what it waits now; None while it does not."""
+        if bare:
+            return Holds.PROCESS
+        if not stands_by:
+            return None
+        return Holds.ASLEEP if self.asleep else Holds.WEIGHTS
+
+
+def bare_engine(s: AgentSettings, *, engine_id: str) -> EngineSpec:
+    """What is settled of an engine before anything of its model is there."""
+    nowhere = Path(os.devnull)
+    return EngineSpec(
+        engine_id=engine_id,
+        role=s.serves,
+        model=s.model,
+        manifest_digest=s.manifest,
+        arena_path=nowhere,
+        tensor_table_path=nowhere,
+        config_path=nowhere,
+        tokenizer_path=None,
+        profile=s.profile or s.worker_class,
+        work_dir=s.work_dir,
+        log_path=s.work_dir / "engine.log",
+        host=s.host,
+        extra_args=s.engine_args,
+    )
