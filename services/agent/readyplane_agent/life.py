@@ -40,14 +40,14 @@ from readyplane_agent.lifecycle import (
 )
 from readyplane_agent.load import LoadReader
 from readyplane_agent.loop import News, Session
-from readyplane_agent.ranks import blamed
 from readyplane_agent.metrics import source_metrics, start_metrics, start_text
+from readyplane_agent.ranks import blamed
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.starting import Start, Started
 from readyplane_agent.trace import StartTrace, within
 from readyplane_agent.transfer import HAND_OVER_LIMIT_S, TransferServer
-
 from readyplane_agent.upgrading import Upgrading
+
 log = logging.getLogger("agent")
 
 START_NEWS_S = 1.0
@@ -164,7 +164,6 @@ class Life:
             started=self.started,
             give=self.giving.begin,
         )
-        self._changing = Changing(
         self._waiting = self._start.waiting
         self._upgrading = Upgrading(
             settings,
@@ -176,6 +175,7 @@ class Life:
             lease=self._lease,
             told=self._told_anew,
         )
+        self._changing = Changing(
             start=self._start,
             started=self.started,
             session=self.session,
@@ -217,16 +217,14 @@ class Life:
         self.background(self._keep_session())
         self.background(self._watch_engine())
         self.background(self.giving.keep())
-        await within(self._start.run(), limit_s=self.settings.start_limit_s, trace=self.trace)
-        self.up_s = self._clock.monotonic_s()
         self._waiting.check()
         if self._waiting.bare:
             await self._wait_bare()
+        await within(self._start.run(), limit_s=self.settings.start_limit_s, trace=self.trace)
+        self.up_s = self._clock.monotonic_s()
         log.info("%s %s", self.state, start_text(self.trace, end_s=self.up_s))
         self.background(self._follow_kv())
         self._ready_at_last()
-
-    def _ready_at_last(self) -> None:
         await self._changing.rest()
 
     async def _wait_bare(self) -> None:
@@ -235,15 +233,17 @@ class Life:
         await self._waiting.told.wait()
         self._tell(Event.ACTIVATE_ASKED)
         self.trace.begin_anew()
+
+    def _ready_at_last(self) -> None:
         """Once in a life; a standby's moment comes when it is activated."""
         self.session.poke()
         if self.state is State.READY and self.ready_s is None:
             self.ready_s = self._clock.monotonic_s()
             self._on_ready(self)
-
-    async def _serve(self) -> None:
         if self.state is State.READY:
             self._upgrading.begin()
+
+    async def _serve(self) -> None:
         """Give weights beside serving, and watch a drain until the end."""
         self.giving.poke()
         self.background(Watch(self.engine.serving_times, self.transfer, self._clock).keep())
@@ -300,9 +300,9 @@ class Life:
             self.trace.failure = end.why
             log.error("failed: %s", end.why)
         self._start.stop()
+        self._upgrading.stop()
         for task in [*self._tasks, *self._load.asking, *filter(None, [self._rejoining])]:
             task.cancel()
-        self._upgrading.stop()
         self.transfer.drain()
         had = self.session.lease is not None
         if self.state is not State.FENCED and had:
@@ -378,9 +378,9 @@ class Life:
             self.background(self._turn())
 
     async def _turn(self) -> None:
+        await self._upgrading.interrupt("it changes the stage")
         if await self._changing.turn():
             self._drained = False
-        await self._upgrading.interrupt("it changes the stage")
             self._ready_at_last()
 
     def end(self, event: Event, why: str) -> None:
@@ -441,9 +441,9 @@ class Life:
             ranks=s.tp,
             convertible=s.convertible_tpot_s > 0,
             standby=s.standby and self.ready_s is None,
+            holds=s.holds,
         )
 
-            holds=s.holds,
     async def _news(self) -> News:
         starting = self.state in STARTS
         progress = None
@@ -477,9 +477,9 @@ class Life:
             self._rejoining = asyncio.create_task(self._rejoin())
 
     async def _rejoin(self) -> None:
+        await self._upgrading.interrupt("the router had lost it")
         while self.state is State.REJOINING:
             try:
-        await self._upgrading.interrupt("the router had lost it")
                 await self._start.rejoin()
             except (LostLease, StaleEpoch) as error:
                 log.warning("rejoining: %s; the session decides", error)
@@ -490,9 +490,9 @@ class Life:
                 log.warning("rejoining failed: %s; trying again", error)
             else:
                 self._ready_at_last()
+                await self._changing.rest()
             await self._clock.sleep(1.0)
 
-                await self._changing.rest()
     def _failed(self) -> bool:
         return self.state is State.FAILED
 
@@ -509,9 +509,9 @@ class Life:
         log.info("draining for at most %.0f s: %s", deadline_s, why)
         self.drain_until_s = self._clock.monotonic_s() + deadline_s
         self._tell(Event.DRAIN_ASKED)
+        self.background(self._upgrading.interrupt("it is to leave"))
         self.transfer.drain(limit_s=min(deadline_s, HAND_OVER_LIMIT_S))
         self.giving.poke()
-        self.background(self._upgrading.interrupt("it is to leave"))
         self._wake.set()
 
     async def _tell_router_of_drain(self) -> None:
