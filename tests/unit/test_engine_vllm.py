@@ -283,7 +283,7 @@ A_START = [
 
 
 def marks_of(rows: list[tuple[str, float, int]]) -> list[Mark]:
-    told = {"compiled": "compile cache miss: 1 compiled, 0 found"}
+    told = {"compiled": "cache=miss:engine (1 compiled, 0 found)"}
     return [Mark(name, at_s, pid, told.get(name, "")) for name, at_s, pid in rows]
 
 
@@ -293,7 +293,7 @@ def test_a_start_is_explained_but_for_the_wait_for_weights() -> None:
     assert path.unexplained_s == pytest.approx(7.5), "the agent's own segments are there meanwhile"
     assert path.inclusive_s[SegmentName.COMPILE] == pytest.approx(28.9)
     compiled = next(s for s in found if s.name is SegmentName.COMPILE)
-    assert compiled.detail == "compile cache miss: 1 compiled, 0 found"
+    assert compiled.detail == "cache=miss:engine (1 compiled, 0 found)"
     assert path.inclusive_s[SegmentName.RUNTIME_IMPORT] == pytest.approx(11.4)
     assert path.inclusive_s[SegmentName.WEIGHT_DESERIALIZE] == pytest.approx(1.3)
     assert sum(path.exclusive_s.values()) + path.unexplained_s == pytest.approx(53.0)

@@ -145,7 +145,10 @@ def facts_of(config: Any) -> dict[str, Any]:
 
 
 def _compiled() -> str:
-    """What vLLM counts of its compiling: whether it found compiled code or made it."""
+    """What vLLM counts of its compiling: whether it found compiled code or made it.
+
+    In the words by which hits and misses are counted (`readyplane_compile_cache_hit_total`).
+    """
     counter = sys.modules.get("vllm.compilation.counter")
     counts = getattr(counter, "compilation_counter", None)
     found = getattr(counts, "num_aot_artifacts_loaded", 0)
@@ -153,8 +156,8 @@ def _compiled() -> str:
     found += getattr(counts, "num_compiled_artifacts_loaded", 0)
     made += getattr(counts, "num_inductor_compiles", 0)
     if made:
-        return f"compile cache miss: {made} compiled, {found} found"
-    return f"compile cache hit: {found} found" if found else "nothing compiled"
+        return f"cache=miss:engine ({made} compiled, {found} found)"
+    return f"cache=hit ({found} found)" if found else "nothing compiled"
 
 
 def _around_first_run() -> None:
