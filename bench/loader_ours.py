@@ -22,9 +22,11 @@ from bench.loader_memory import Growth
 from readyplane.core.identity import Manifest, chunk_hash
 from readyplane.kit.clock import SystemClock
 from readyplane.ports import Registry
+from readyplane_agent.adopt import adopt
 from readyplane_agent.arena import Arena, prefault
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.loader import Loader
+from readyplane_agent.mapped_memory import files_of, mapped_arena
 from readyplane_agent.reading import Reader
 from readyplane_agent.trace import StartTrace
 
@@ -38,6 +40,7 @@ class Side:
         self.cache = WeightCache(folder / "cache", bytes_max=2**40)
         self.arena = Arena(self.manifest)
         self.arena.prefault()
+        self.touched = 0
 
     def loader(self, arena: Arena) -> tuple[Loader, StartTrace]:
         """The product's own, that will read from the node's cache: nobody has to be asked."""
@@ -82,6 +85,34 @@ class Side:
             return await timed(whole)
 
         return asyncio.run(run())
+
+    def mapped(self) -> dict[str, Any]:
+        """The cache's own files, verified where they lie, then adopted and touched by an engine.
+
+        What is not in the page cache is loaded into the memory that is there, as a start does it.
+        """
+        how = {"mapped": False}
+
+        async def run() -> None:
+            clock = SystemClock()
+            trace = StartTrace(clock, process_start_s=clock.monotonic_s())
+            arena = await mapped_arena(
+                self.manifest, self.cache, node="here", clock=clock, trace=trace
+            )
+            if isinstance(arena, str):
+                load, _ = self.loader(Arena(self.manifest, self.arena.memory))
+                await load.run([])
+                return
+            assert arena.complete
+            how["mapped"] = True
+            (table,) = arena.tables()
+            table.update(files_of(arena, table["arena_bytes"]))
+            engine = adopt(arena.path, json.dumps(table))
+            self.touched = sum(int(engine[n].reshape(-1).view("u1")[::4096].sum()) for n in engine)
+            engine.close()
+            arena.close()
+
+        return {**asyncio.run(timed(run)), **how}
 
     def raw(self, *, threads: int, chunk: int, direct: bool) -> dict[str, Any]:
         """Bytes into the same memory, unverified, with nothing around them."""

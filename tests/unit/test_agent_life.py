@@ -119,8 +119,13 @@ async def test_the_lease_comes_first_and_a_hang_is_seen(tmp_path: Path) -> None:
         assert w.engine.stopped == 1
 
 
-async def test_a_second_start_on_the_node_reads_the_cache(tmp_path: Path) -> None:
-    async with living(tmp_path) as w:
+@pytest.mark.parametrize(
+    ("memory", "tier"), [("copy", WeightTier.L2_NVME), ("map", WeightTier.L1_HOST)]
+)
+async def test_a_second_start_on_the_node_reads_the_cache(
+    tmp_path: Path, memory: str, tier: WeightTier
+) -> None:
+    async with living(tmp_path, weights_memory=memory) as w:
         running = await ready(w)
         await until(lambda: w.cache.holds(ART.manifest))
         w.life.direct(Directive("stop"))
@@ -130,7 +135,7 @@ async def test_a_second_start_on_the_node_reads_the_cache(tmp_path: Path) -> Non
         w.settings.work_dir.mkdir()
         w.life = w._life("w1-def")
         await ready(w)
-        assert w.router.admitted[0][0].tier is WeightTier.L2_NVME
+        assert w.router.admitted[0][0].tier is tier
 
 
 # --------------------------------------------------------------------------- failing starts

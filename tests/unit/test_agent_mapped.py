@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from readyplane.core.errors import InvalidField
-from readyplane.core.identity import Manifest
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.kit.clock import SystemClock
 from readyplane_agent import mapped_memory
@@ -50,11 +49,10 @@ async def mapped(cache: WeightCache, art: Artifact) -> tuple[Arena | str, str]:
     return found, segment.detail
 
 
-def table(arena: Arena, manifest: Manifest) -> str:
+def table(arena: Arena) -> str:
     """As an agent writes it."""
-    layout = arena_layout(manifest)
-    document = tensor_table_document(layout, manifest_digest=manifest.digest)
-    return json.dumps({**document, **files_of(arena, layout.size_bytes)})
+    (document,) = arena.tables()
+    return json.dumps({**document, **files_of(arena, document["arena_bytes"])})
 
 
 async def test_every_byte_is_there_verified_and_nothing_was_copied(tmp_path: Path) -> None:
@@ -83,7 +81,7 @@ async def test_an_engine_adopts_it_and_what_it_maps_is_not_evicted(tmp_path: Pat
     cache = cached(tmp_path, art)
     found, _ = await mapped(cache, art)
     assert isinstance(found, Arena)
-    engine = adopt(found.path, table(found, art.manifest))
+    engine = adopt(found.path, table(found))
     plain = Arena(art.manifest)
     for path, index in plain.chunks:
         put(plain, art, path, index)

@@ -30,6 +30,7 @@ class Arena:
         manifest: what will be loaded.
         memory: where, of at least as many bytes; new memory without.
         places: offset of each file, and the arena's length; the engine's layout without.
+        align_bytes: of what the offset of each file is a multiple, in that layout.
 
     Attributes:
         size_bytes: length of the memory file. offsets: file path -> its first byte.
@@ -49,9 +50,12 @@ class Arena:
         memory: ArenaMemory | None = None,
         *,
         places: tuple[Mapping[str, int], int] | None = None,
+        align_bytes: int = ARENA_ALIGN_BYTES,
     ) -> None:
-        self.manifest = manifest
-        self.offsets, self.size_bytes = places_of(manifest) if places is None else places
+        self.manifest, self._align_bytes = manifest, align_bytes
+        if places is None:
+            places = places_of(manifest, align_bytes=align_bytes)
+        self.offsets, self.size_bytes = places
         self._entries = {entry.path: entry for entry in manifest.files}
         self.chunks: tuple[tuple[str, int], ...] = tuple(
             (entry.path, index) for entry in manifest.files for index in range(len(entry.chunks))
@@ -151,7 +155,7 @@ class Arena:
 
     def tables(self) -> tuple[dict[str, Any], ...]:
         """Each rank's tensor table, by its number."""
-        layout = arena_layout(self.manifest)
+        layout = arena_layout(self.manifest, align_bytes=self._align_bytes)
         return (tensor_table_document(layout, manifest_digest=self.manifest.digest),)
 
     @property
@@ -223,16 +227,18 @@ def arena_bytes(manifest: Manifest) -> int:
     return places_of(manifest)[1]
 
 
-def places_of(manifest: Manifest) -> tuple[Mapping[str, int], int]:
+def places_of(
+    manifest: Manifest, *, align_bytes: int = ARENA_ALIGN_BYTES
+) -> tuple[Mapping[str, int], int]:
     """(offset of each file, length of the arena): weights as the engine sees them, then the rest."""
-    layout = arena_layout(manifest)
+    layout = arena_layout(manifest, align_bytes=align_bytes)
     offsets = dict(layout.file_offsets)
     end = layout.size_bytes
     for entry in manifest.files:
         if entry.path not in offsets:
             offsets[entry.path] = end
-            end += -(-entry.size_bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
-    return offsets, max(end, ARENA_ALIGN_BYTES)
+            end += -(-entry.size_bytes // align_bytes) * align_bytes
+    return offsets, max(end, align_bytes)
 
 
 async def prefault(arena: Arena, *, stop: Callable[[], bool] = lambda: False) -> float:

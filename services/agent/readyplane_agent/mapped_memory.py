@@ -19,7 +19,7 @@ from readyplane.core.identity import Manifest, chunk_hash
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.kit.clock import Clock
 from readyplane_agent.arena import Arena, places_of
-from readyplane_agent.arena_memory import ArenaMemory, Faulted
+from readyplane_agent.arena_memory import HUGE_BYTES, ArenaMemory, Faulted
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.engines.mapping import ArenaMap, FilePart
 from readyplane_agent.files import CACHED_LANES
@@ -76,8 +76,7 @@ class MappedMemory(ArenaMemory):
 
     def resident_share(self) -> float | None:
         """Share of the files that lies in the page cache; None where the kernel does not say."""
-        found = self._mapped.resident_bytes()
-        return None if found is None else found / max(1, self.size_bytes)
+        return self._mapped.resident_share()
 
     def prefault(self, start: int, size_bytes: int) -> bool:  # noqa: ARG002 - the memory is there
         """Nothing to do: the pages are there."""
@@ -98,7 +97,8 @@ def open_mapped(manifest: Manifest, cache: WeightCache) -> Arena | str:
     """The cache's files as an arena in which nothing is verified yet, or why it cannot be one."""
     if not cache.holds(manifest):
         return "the node's cache does not hold all of it"
-    offsets, size_bytes = places_of(manifest)
+    # The kernel maps 2 MiB at a time only where memory and file are alike in their last 21 bits.
+    offsets, size_bytes = places_of(manifest, align_bytes=HUGE_BYTES)
     entries = sorted((e for e in manifest.files if e.size_bytes), key=lambda e: offsets[e.path])
     parts = tuple(FilePart(cache.locate(e).name, offsets[e.path], e.size_bytes) for e in entries)
     try:
@@ -111,7 +111,7 @@ def open_mapped(manifest: Manifest, cache: WeightCache) -> Arena | str:
         if share is None:
             return "the kernel does not say what is in the page cache"
         return f"{share:.0%} of it is in the page cache"
-    return Arena(manifest, memory)
+    return Arena(manifest, memory, align_bytes=HUGE_BYTES)
 
 
 def verify_in_place(arena: Arena, cache: WeightCache, use: SourceUse, clock: Clock) -> list[str]:

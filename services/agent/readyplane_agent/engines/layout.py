@@ -43,11 +43,11 @@ class ArenaLayout:
     size_bytes: int
 
 
-def arena_layout(manifest: Manifest) -> ArenaLayout:
+def arena_layout(manifest: Manifest, *, align_bytes: int = ARENA_ALIGN_BYTES) -> ArenaLayout:
     """The one layout that loader and engine agree on: weight files one after another.
 
     Files of purpose `weights` in path order, each starting at a multiple of
-    `ARENA_ALIGN_BYTES`, byte for byte as published; a tensor lies at its file's offset plus its
+    `align_bytes`, byte for byte as published; a tensor lies at its file's offset plus its
     own.
     """
     offsets: dict[str, int] = {}
@@ -55,7 +55,7 @@ def arena_layout(manifest: Manifest) -> ArenaLayout:
     for entry in manifest.files:
         if entry.purpose == "weights":
             offsets[entry.path] = end
-            end += -(-entry.size_bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
+            end += -(-entry.size_bytes // align_bytes) * align_bytes
     slots = tuple(
         TensorSlot(t.name, t.dtype, t.shape, offsets[t.file] + t.offset_bytes, t.size_bytes)
         for t in manifest.tensors

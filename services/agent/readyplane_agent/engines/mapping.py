@@ -33,7 +33,9 @@ _libc.mmap.argtypes = [
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
-RESIDENCE_BYTES = 64 * 2**20
+SAMPLE_BYTES = 2**20
+SAMPLES_MIN = 16
+HUGE_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class ArenaMap:
     def __init__(self, path: Path, size_bytes: int, parts: Sequence[FilePart] = ()) -> None:
         self.size_bytes = size_bytes
         self.files: dict[str, int] = {}
-        self._base = 0
+        self._base, self._parts = 0, tuple(parts)
         try:
             self.view = self._stitched(path, parts) if parts else self._whole(path)
         except BaseException:
@@ -113,12 +115,13 @@ class ArenaMap:
                 raise InvalidField(
                     f"arena.{part.name}", f"{found} B", f"give a file of {part.size_bytes} B"
                 )
-        length = -(-self.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = -(-self.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_BYTES
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         base = _libc.mmap(None, length, _PROT_NONE, private, -1, 0)
         if base == _FAILED:
             raise OSError(ctypes.get_errno(), f"cannot map {length} B")
-        whole = (ctypes.c_char * self.size_bytes).from_address(base)
+        begin = -(-base // HUGE_BYTES) * HUGE_BYTES
+        whole = (ctypes.c_char * self.size_bytes).from_address(begin)
         # Views of it may outlive this object: the memory goes with the last of them.
         weakref.finalize(whole, _libc.munmap, base, length)
         for part in parts:
@@ -126,10 +129,10 @@ class ArenaMap:
                 continue
             how = mmap.MAP_SHARED | _MAP_FIXED
             fd = self.files[part.name]
-            at = base + part.offset_bytes
+            at = begin + part.offset_bytes
             if _libc.mmap(at, part.size_bytes, mmap.PROT_READ, how, fd, 0) == _FAILED:
                 raise OSError(ctypes.get_errno(), f"cannot map {part.name}")
-        self._base = base
+        self._base = begin
         return memoryview(whole).cast("B").toreadonly()
 
     def _open(self, path: Path) -> int:
@@ -140,8 +143,8 @@ class ArenaMap:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return fd
 
-    def resident_bytes(self) -> int | None:
-        """How much of stitched files lies in the page cache; None where the kernel does not say.
+    def resident_share(self) -> float | None:
+        """Share of stitched files that lies in the page cache, by samples; None where nobody says.
 
         Asked without reading. Of somebody else's file the kernel says that all of it is there.
         """
@@ -149,15 +152,17 @@ class ArenaMap:
             return None
         if any(os.geteuid() not in {0, os.fstat(fd).st_uid} for fd in self.files.values()):
             return None
-        pages = (ctypes.c_ubyte * (RESIDENCE_BYTES // mmap.PAGESIZE))()
-        found = 0
-        for start in range(0, self.size_bytes, RESIDENCE_BYTES):
-            size = min(RESIDENCE_BYTES, self.size_bytes - start)
-            if _libc.mincore(self._base + start, size, ctypes.byref(pages)) != 0:
-                return None
-            count = -(-size // mmap.PAGESIZE)
-            found += count - bytes(pages)[:count].count(0)
-        return min(self.size_bytes, found * mmap.PAGESIZE)
+        found = ctypes.c_ubyte()
+        samples = resident = 0
+        for part in self._parts:
+            step = max(mmap.PAGESIZE, min(SAMPLE_BYTES, part.size_bytes // SAMPLES_MIN))
+            step -= step % mmap.PAGESIZE
+            for start in range(part.offset_bytes, part.offset_bytes + part.size_bytes, step):
+                if _libc.mincore(self._base + start, 1, ctypes.byref(found)) != 0:
+                    return None
+                samples += 1
+                resident += found.value & 1
+        return resident / samples if samples else 1.0
 
     def close(self) -> None:
         """Let go of it; while a view is still held the memory stays, and its locks. Idempotent."""
