@@ -97,6 +97,18 @@ class Taken:
         return "; ".join(s.detail for s in self.segments if s.name is name)
 
 
+def widest_gap(taken: Taken) -> str:
+    """The longest time of a start that no segment explains, in words; empty without one."""
+    rows = sorted((s.start_s, s.end_s or s.start_s, str(s.name)) for s in taken.segments)
+    end_s, before, widest = rows[0][0], "", (0.0, "")
+    for start_s, until_s, name in rows:
+        if before and start_s - end_s > widest[0]:
+            widest = (start_s - end_s, f"{start_s - end_s:.3f} s between {before} and {name}")
+        if until_s >= end_s:
+            end_s, before = until_s, name
+    return widest[1]
+
+
 def mistaken(taken: Taken) -> list[str]:
     """Where a start was not what its cell says; empty for a true one."""
     cell, found = taken.cell, []

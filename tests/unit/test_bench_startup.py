@@ -22,6 +22,7 @@ from bench.startup_cells import (
     mistaken,
     table,
     warm_cell,
+    widest_gap,
 )
 from readyplane.core.startup import Segment, SegmentName, critical_path
 
@@ -57,6 +58,8 @@ def test_figures_of_starts() -> None:
     assert figures.ready_ratio == pytest.approx(4.5 / 8.0)
     assert figures.compile_ratio == pytest.approx(0.5 / 4.0)
     assert figures.unexplained == pytest.approx(0.09 / 4.5)
+    assert widest_gap(figures.taken[1]) == "0.090 s between compile and kv_profile"
+    assert widest_gap(figures.taken[0]) == ""
     wanted = "bench-startup ready_ratio=0.562 compile_ratio=0.125 unexplained=0.0200"
     assert figures.line("bench-startup") == wanted
 
