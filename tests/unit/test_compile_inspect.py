@@ -141,6 +141,43 @@ def test_packages_are_those_of_the_engines_own_python(tmp_path: Path) -> None:
     )
 
 
+def test_on_a_processor_the_cxx_compiler_counts(tmp_path: Path) -> None:
+    """What vLLM compiles there is C++; the engine's program may be named instead of found."""
+    script = tmp_path / "bin" / "vllm"
+    script.parent.mkdir()
+    script.touch(0o700)
+    machine = Machine({"devices": []})
+
+    def run(command: Sequence[str], environ: Mapping[str, str]) -> str:
+        if command[-1] == "--version":
+            return f"{command[0]} 12.2.0\nCopyright\n"
+        return machine.run(command, environ)
+
+    def look(engine: str, **environ: str) -> Any:
+        made = Inspector(engine, environ, run=run, exists=lambda _: False)
+        return factors(made)["compiler"]
+
+    for told in (script, script.parent):
+        assert look("vllm", READYPLANE_VLLM_BIN=str(told)) == known("cxx=g++ 12.2.0")
+    assert look("vllm", READYPLANE_VLLM_BIN=str(script), CXX="clang") == known("cxx=clang 12.2.0")
+    assert look("modelled") == absent()
+
+
+def test_a_cxx_compiler_that_does_not_answer_is_not_known(tmp_path: Path) -> None:
+    script = tmp_path / "vllm"
+    script.touch(0o700)
+    machine = Machine({"devices": []})
+
+    def run(command: Sequence[str], environ: Mapping[str, str]) -> str:
+        if command[-1] == "--version":
+            raise ProbeFailed("No such file or directory")
+        return machine.run(command, environ)
+
+    environ = {"READYPLANE_VLLM_BIN": str(script)}
+    made = Inspector("vllm", environ, run=run, exists=lambda _: False)
+    assert "C++ compiler: No such file" in factors(made)["compiler"].problem
+
+
 def test_an_engine_that_is_not_there_is_not_known() -> None:
     found = factors(Machine({"devices": [H100]}).inspector("vllm", PATH="/nowhere"))
     assert "not on PATH" in found["engine_version"].problem

@@ -86,6 +86,7 @@ async def _live(settings: AgentSettings, trace: StartTrace) -> int:
             model=settings.model,
             profile=profile.name,
             tp=settings.tp,
+            program=settings.vllm_bin,
         )
         folder = settings.cache_dir or settings.work_dir.parent / "weight-cache"
         attached = settings.engine == "attached"

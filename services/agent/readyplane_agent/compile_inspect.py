@@ -28,6 +28,7 @@ PROBE_LIMIT_S = 10.0
 CONTENT_BYTES_MAX = 64 * 2**20
 CONTENT_FILES_MAX = 1000
 DEFAULT = "engine default"
+CXX = "g++"
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/nvidia0", "/dev/dxg")
 OTHER_DEVICES = ("/dev/kfd", "/dev/accel", "/dev/habanalabs")
@@ -112,11 +113,15 @@ class Inspector:
         """Everything that this engine's code depends on."""
         environ = {**self._environ, **spec.environment}
         arguments = review_arguments(spec.extra_args).counted
+        devices = self._devices(environ)
+        packages = self._packages(environ)
+        if self._engine != "modelled" and devices["device"] == absent():
+            packages["compiler"] = self._with_cxx(packages["compiler"], environ)
         factors = {
             **model_factors(manifest),
             **argument_factors(manifest, arguments, environ),
-            **self._packages(environ),
-            **self._devices(environ),
+            **packages,
+            **devices,
             "runtime_config": known(
                 f"max_batch_tokens={spec.max_batch_tokens} max_num_seqs={spec.max_num_seqs}"
             ),
@@ -169,7 +174,7 @@ class Inspector:
         self, program: str, names: Sequence[str], environ: Mapping[str, str]
     ) -> tuple[dict[str, str | None], str]:
         """Versions as the engine's own interpreter has them, which need not be the agent's."""
-        script = shutil.which(program, path=environ.get("PATH"))
+        script = program_of(program, environ)
         if script is None:
             raise ProbeFailed(f"{program} is not on PATH")
         python = Path(script).resolve().parent / "python"
@@ -179,6 +184,18 @@ class Inspector:
             return dict(document["versions"]), str(document["python"])
         except (ValueError, KeyError, TypeError) as error:
             raise ProbeFailed(f"odd answer ({error})") from None
+
+    def _with_cxx(self, seen: Seen, environ: Mapping[str, str]) -> Seen:
+        """Code for a processor is made by the machine's C++ compiler, which no package tells of."""
+        if seen.problem:
+            return seen
+        try:
+            told = self._run([environ.get("CXX") or CXX, "--version"], environ)
+        except ProbeFailed as error:
+            return unknown(f"C++ compiler: {error}")
+        lines = told.splitlines()
+        before = [] if seen.value is None else [seen.value]
+        return known(" ".join([*before, f"cxx={lines[0].strip() if lines else 'unnamed'}"]))
 
     # ---------------------------------------------------------------------------- devices
 
@@ -293,6 +310,15 @@ def host() -> Seen:
     isa = digest_of(sorted(flags.partition(":")[2].split())).removeprefix("sha256:")[:16]
     libc = "-".join(part for part in platform.libc_ver() if part) or "unknown libc"
     return known(f"{platform.machine()} {libc} isa:{isa}")
+
+
+def program_of(name: str, environ: Mapping[str, str]) -> str | None:
+    """An engine's program: of `READYPLANE_<NAME>_BIN` (a folder stands for its program), else of PATH."""
+    told = environ.get(f"READYPLANE_{name.upper()}_BIN", "")
+    if not told:
+        return shutil.which(name, path=environ.get("PATH"))
+    path = Path(told).expanduser()
+    return str(path / name if path.is_dir() else path)
 
 
 def version_here(name: str) -> str | None:

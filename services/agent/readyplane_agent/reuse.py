@@ -64,16 +64,19 @@ class Reuse:
             ),
             token=settings.token,
         )
+        environ = dict(os.environ)
+        if settings.vllm_bin is not None:
+            environ["READYPLANE_VLLM_BIN"] = str(settings.vllm_bin)
         self._compiled = CompileCache(
             store,
             registry=registry,
             clock=clock,
-            inspect=Inspector(settings.engine, os.environ).facts,
+            inspect=Inspector(settings.engine, environ).facts,
             bytes_of=moves,
         )
         self._kv = KvReuse(
             registry=registry,
-            look=MemoryProbe(settings.engine, os.environ).look,
+            look=MemoryProbe(settings.engine, environ).look,
             bytes_of=moves,
         )
 

@@ -47,6 +47,7 @@ HELP: Mapping[str, str] = {
     "node": "machine name, for placement",
     "engine": "modelled, vllm, sglang or attached",
     "engine_url": "base URL of a running engine (with --engine attached)",
+    "vllm_bin": "vLLM's program, or the folder of it, in an environment that has readyplane too; empty: PATH",
     "engine_args": "one argument for the engine's command line; repeatable",
     "profile": "profile file, or the name of one that ships with readyplane",
     "kv_tokens": "size of the KV pool in tokens; 0: what the profile says",
@@ -110,6 +111,7 @@ class AgentSettings:
     node: str = "local"
     engine: str = "modelled"
     engine_url: str = ""
+    vllm_bin: Path | None = None
     engine_args: tuple[str, ...] = ()
     profile: str = ""
     kv_tokens: int = 0

@@ -6,6 +6,7 @@ Adapters are imported only when they are chosen.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from readyplane.core.errors import InvalidField
@@ -63,8 +64,12 @@ def engine_for(
     profile: str = "",
     token: str = "",
     tp: int = 1,
+    program: Path | None = None,
 ) -> EnginePort:
-    """A new engine port by name; `url` is for an attached engine only, `tp` for a modelled one.
+    """A new engine port by name.
+
+    Args:
+        url, model, profile, token: of an attached engine. tp: of a modelled one. program: of vLLM.
 
     Raises:
         InvalidField: no such engine.
@@ -80,7 +85,7 @@ def engine_for(
     if name == "vllm":
         from readyplane_agent.engines.vllm import VllmEngine
 
-        return VllmEngine(clock=clock)
+        return VllmEngine(clock=clock, program=program)
     if name == "sglang":
         from readyplane_agent.engines.sglang import SglangEngine
 
