@@ -150,6 +150,8 @@ class StartProgress:
         start_s: when the agent process began on that clock.
         log_tail: end of the engine's log, for a start that hangs.
         failure: why the start failed, empty while it has not.
+        dead_end: of a failure that the same start would meet again wherever it is made: `bytes`
+            (wrong or missing at every source), `identity`, `trust`; else empty.
     """
 
     start_s: float
@@ -157,6 +159,7 @@ class StartProgress:
     segments: tuple[Segment, ...] = ()
     log_tail: str = ""
     failure: str = ""
+    dead_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,10 +223,13 @@ class StartProgress(google.protobuf.message.Message):
     SEGMENTS_FIELD_NUMBER: builtins.int
     LOG_TAIL_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
+    DEAD_END_FIELD_NUMBER: builtins.int
     start_s: builtins.float
     now_s: builtins.float
     log_tail: builtins.str
     failure: builtins.str
+    dead_end: builtins.str
+    """Why the same start would fail again wherever it is made: bytes, identity or trust. Else empty."""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Segment]: ...
     def __init__(
@@ -237,8 +240,9 @@ class StartProgress(google.protobuf.message.Message):
         segments: collections.abc.Iterable[Global___Segment] | None = ...,
         log_tail: builtins.str = ...,
         failure: builtins.str = ...,
+        dead_end: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["failure", b"failure", "log_tail", b"log_tail", "now_s", b"now_s", "segments", b"segments", "start_s", b"start_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dead_end", b"dead_end", "failure", b"failure", "log_tail", b"log_tail", "now_s", b"now_s", "segments", b"segments", "start_s", b"start_s"]) -> None: ...
 
 Global___StartProgress: typing_extensions.TypeAlias = StartProgress
 

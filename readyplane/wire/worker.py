@@ -186,6 +186,7 @@ def start_progress_to_proto(progress: StartProgress) -> pb.StartProgress:
         segments=[segment_to_proto(s) for s in progress.segments],
         log_tail=progress.log_tail,
         failure=progress.failure,
+        dead_end=progress.dead_end,
     )
 
 
@@ -197,6 +198,7 @@ def start_progress_from_proto(message: pb.StartProgress) -> StartProgress:
         segments=tuple(segment_from_proto(s) for s in message.segments),
         log_tail=message.log_tail,
         failure=message.failure,
+        dead_end=message.dead_end,
     )
 
 

@@ -84,6 +84,7 @@ class Box:
     told: str = ""
     told_s: float = 0.0
     becomes: Role | None = None
+    dead_end: str = ""
     turned: Role | None = None
 
     @property
@@ -112,6 +113,7 @@ class World:
         rps, isl, osl: demand as functions of seconds since the beginning.
         attains: share of the requests of an artifact that meet both targets.
         t_ready_s: of the next order, by its number. hang: orders that never become ready.
+        doom: kind of the dead end in which an order's start ends, after a second; empty for none.
     """
 
     clock: HandClock
@@ -122,6 +124,7 @@ class World:
     t_ready_s: Callable[[int], float] = lambda _n: 6.0
     hang: Callable[[Order], bool] = lambda _order: False
     refuse: Callable[[Order], str] = lambda _order: ""
+    doom: Callable[[Order], str] = lambda _order: ""
     boxes: dict[str, Box] = field(default_factory=dict)
     incarnation: str = "router-1"
     router_begun_s: float = 0.0
@@ -164,6 +167,8 @@ class World:
         for box in self.boxes.values():
             if box.alive and box.ends_s is not None and now_s >= box.ends_s:
                 box.exited_s, box.state = now_s, WorkerState.GONE
+            if box.alive and box.dead_end and now_s >= box.allocated_s + 1.0:
+                box.exited_s, box.state, box.failed = now_s, WorkerState.GONE, True
             if box.alive and box.state is WorkerState.PROVISIONED and now_s >= box.ready_s:
                 box.state = WorkerState.STANDBY if box.order.standby else WorkerState.READY
             if box.alive and box.told:
@@ -223,6 +228,8 @@ class World:
                 Segment(SegmentName.SCHEDULE, box.allocated_s, middle_s),
                 Segment(SegmentName.WEIGHT_TRANSFER, middle_s, box.ready_s if serves else None),
             ),
+            failure=f"it ended: {box.dead_end}" if box.dead_end and not box.alive else "",
+            dead_end="" if box.alive else box.dead_end,
         )
         return Worker(
             offer=WorkerOffer(
@@ -279,7 +286,7 @@ class World:
             {
                 b.order.worker_id: self.worker(b)
                 for b in self.boxes.values()
-                if b.alive and b.leased
+                if (b.alive or (b.dead_end and now_s - (b.exited_s or 0.0) < 10.0)) and b.leased
             },
         )
         uptime_s = now_s - self.router_begun_s
@@ -369,7 +376,11 @@ class World:
             if self.hang(order):
                 ready_s = now_s + 1e9
             self.boxes[order.worker_id] = Box(
-                order, now_s, ready_s, kv=KvFormat(order.manifest_digest)
+                order,
+                now_s,
+                ready_s,
+                kv=KvFormat(order.manifest_digest),
+                dead_end=self.doom(order),
             )
         return self.instance(self.boxes[order.worker_id])
 

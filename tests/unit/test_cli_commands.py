@@ -56,6 +56,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> FakePlanner:
 
 
 WORKER_KEYS = {
+    "ranks",
     *("worker_id", "incarnation", "role", "state", "model", "worker_class", "node", "generation"),
     *("epoch", "mode", "tier", "attached", "engine_url", "active", "kv_usage", "decision"),
     *("t_ready_s", "starting_s", "dominant_segment", "dominant_s", "blocking_segment", "failure"),
@@ -65,7 +66,7 @@ WORKER_KEYS = {
 
 def test_workers_as_a_document(cli: Terminal, router: FakeRouter) -> None:
     found = cli("workers", "--json", *CLUSTER).document
-    assert set(found) == {"version", "degraded", "workers"} and found["version"] == 4
+    assert set(found) == {"version", "degraded", "workers", "not_ordered"} and found["version"] == 4
     rows = {row["worker_id"]: row for row in found["workers"]}
     assert all(set(row) == WORKER_KEYS for row in rows.values())
     assert list(rows) == ["p-1-aaaa", "p-2-cccc", "d-1-bbbb"], "prefill first, by id"

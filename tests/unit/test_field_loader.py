@@ -17,7 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from readyplane.core.errors import InvalidField, Unavailable
+from readyplane.core.errors import (
+    BytesMissing,
+    IdentityMismatch,
+    InvalidField,
+    Refused,
+    Unavailable,
+)
 from readyplane.core.identity import FileEntry, Manifest
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import SystemClock
@@ -26,9 +32,11 @@ from readyplane_agent import loader as loader_module
 from readyplane_agent import probes
 from readyplane_agent.adopt import adopt
 from readyplane_agent.arena import Arena
+from readyplane_agent.dead_end import dead_end
 from readyplane_agent.engines.layout import arena_layout, tensor_table_document
 from readyplane_agent.files import FileReader
 from readyplane_agent.loader import Loader
+from readyplane_agent.no_source import BytesNowhere
 from readyplane_agent.pipeline import Pipeline, StagingBudget, staging_share
 from readyplane_agent.ranges import Fault
 from readyplane_agent.rank_arena import RankArena
@@ -111,7 +119,11 @@ async def test_b126_a_tensor_that_is_kept_never_changes() -> None:
         assert hashlib.sha256(engine[name].tobytes()).hexdigest() == digest
         assert not engine[name].flags.writeable
     with pytest.raises(OSError, match="not permitted"):
-        os.pwrite(os.open(f"/proc/self/fd/{next(iter(engine._mapped.files.values()))}", os.O_RDWR), b"x", 0)
+        os.pwrite(
+            os.open(f"/proc/self/fd/{next(iter(engine._mapped.files.values()))}", os.O_RDWR),
+            b"x",
+            0,
+        )
     engine.close()
 
 
@@ -339,3 +351,20 @@ def test_b134_a_name_that_comes_twice_is_said_to() -> None:
     header = f'{{"layer.a":{item},"layer.a":{item}}}'.encode()
     with pytest.raises(InvalidField, match=r"layer\.a.*duplicate key"):
         probes.safetensors_table(file_of(header), file="m")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (BytesNowhere("wrong everywhere", "publish again"), "bytes"),
+        (BytesMissing("bytes", ["not stored"]), "bytes"),
+        (IdentityMismatch("manifest", ["digest: a != b"]), "identity"),
+        (Refused("trust", ["not signed"]), "trust"),
+        (Refused("start", ["canary: answered otherwise"]), ""),
+        (Unavailable("the store is away", "wait"), ""),
+        (OSError("disk full"), ""),
+    ],
+)
+def test_b132_only_what_every_start_would_meet_is_a_dead_end(error: Exception, kind: str) -> None:
+    """B132: the class of the failure goes with it; what a node, a try or time may cure is none."""
+    assert dead_end(error) == kind

@@ -14,7 +14,8 @@ from readyplane.core.worker import Role, WorkerState
 from readyplane.kit.telemetry import Metrics
 from readyplane.ports import Instance, Order
 from readyplane_planner import guard
-from readyplane_planner.decide import Reason, blindly, decide
+from readyplane_planner.decide import Memory, Reason, blindly, dead_ends, decide
+from readyplane_planner.decide.values import DeadEnd
 from readyplane_planner.guard import Counts, Limits, Verdict
 from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.optimise import Problem, Proposal
@@ -310,6 +311,67 @@ async def test_b44_a_changed_policy_is_in_force_and_old_windows_are_not() -> Non
     await run.step(1)
     assert run.decisions[-1].policy_version == 3
     assert run.service._memory.work_p.begun_s != before.work_p.begun_s, "another look-back"
+
+
+async def test_b132_identical_replacements_are_ordered_no_more() -> None:
+    """B132: two ends for good and no more orders, said at every tick; each way out is one."""
+    w = world(rps=lambda _t: 4.0, doom=lambda o: "bytes" if o.role is Role.PREFILL else "")
+    w.add(Role.PREFILL, 1)
+    w.add(Role.DECODE, 1)
+    run = await planner(w, policy())
+    wants(run, {"p": 3, "d": 2})
+
+    def ordered() -> int:
+        return sum(o.role is Role.PREFILL for o in w.provisions)
+
+    await run.step(60)
+    assert dead_ends.DEAD_END_STARTS <= ordered() <= dead_ends.DEAD_END_STARTS + 2
+    before = ordered()
+    await run.step(600)
+    assert ordered() == before  # bounded: not even once in ten minutes
+    why = next(r for r in run.decisions[-1].why if r.code == "dead_end")
+    assert why.pool == "prefill" and "(bytes; p-" in why.text and "policy again" in why.text
+    assert run.decisions[-1].why[0] == why
+    # The other pool is another matter, and what serves goes on serving.
+    assert live(w, Role.DECODE) == 2 and live(w) == 1
+    shown = (await run.service.state(MODEL))["pools"]["prefill"]["dead_ends"]
+    assert [(d["kind"], d["starts"] >= 2, d["digest"]) for d in shown] == [("bytes", True, DIGEST)]
+
+    # A new version of the policy, though it changes nothing, is an explicit word to try again.
+    await run.service.set_policy({}, merge=True)
+    await run.step(60)
+    assert before < ordered() <= before + dead_ends.DEAD_END_STARTS + 2
+    assert "dead_end" in run.codes()
+
+    # The artifact was mended: after the word it starts, and nothing is left of the condition.
+    w.doom = lambda _order: ""
+    await run.service.set_policy({}, merge=True)
+    await run.step(60)
+    assert live(w) >= 3 and "dead_end" not in run.codes()
+    assert run.service._memory.dead_ends == ()
+
+
+async def test_b132_one_end_stops_nobody_and_a_good_start_forgets_it() -> None:
+    """B132: a node's own trouble looks alike once."""
+    kinds = iter(["trust"])
+    w = world(rps=lambda _t: 4.0)
+    w.doom = lambda o: next(kinds, "") if o.role is Role.PREFILL else ""
+    w.add(Role.PREFILL, 1)
+    w.add(Role.DECODE, 1)
+    run = await planner(w, policy())
+    wants(run, {"p": 2, "d": 1})
+    await run.step(60)
+    assert live(w) == 2
+    assert run.service._memory.dead_ends == ()
+
+
+def test_b132_a_rejected_artifact_does_not_shut_the_one_before() -> None:
+    """B132: it is one artifact's condition: a roll-back to the last one is ordered."""
+    found = DeadEnd("prefill", "sha256:new", "identity", "x", 2, ("p-1", "p-2"), 1)
+    memory = Memory(dead_ends=(found,))
+    assert dead_ends.shut(memory, "prefill", "sha256:new") == found
+    assert dead_ends.shut(memory, "prefill", "sha256:old") is None
+    assert dead_ends.shut(memory, "decode", "sha256:new") is None
 
 
 def test_b45_a_worker_of_two_nodes_costs_sixteen() -> None:

@@ -153,6 +153,8 @@ async def _planner(where: Where) -> AsyncIterator[Finding]:
     if state.get("paused"):
         remedy = "let go with `readyplane policy set paused=false`"
         yield Finding(AREA, "planner", "warn", "paused: targets are held", remedy)
+    for finding in _dead_ends(state):
+        yield finding
     for worker in state.get("workers", ()):
         start = worker.get("start") or {}
         if worker["state"] == "stalled" or start.get("failure"):
@@ -163,6 +165,23 @@ async def _planner(where: Where) -> AsyncIterator[Finding]:
             remedy = "start or attach a worker of the other stage with this KV format, or drain it"
             name = f"worker {worker['worker_id']}"
             yield Finding(AREA, name, "warn", worker["unpairable"], remedy)
+
+
+def _dead_ends(state: dict[str, Any]) -> list[Finding]:
+    """Artifacts of which nothing is ordered any more (B132)."""
+    remedy = "publish it again, sign it or name another one; then `readyplane policy again`"
+    return [
+        Finding(
+            AREA,
+            f"starts of {name} workers",
+            "fail",
+            f"none is ordered any more: {found['starts']} starts of {found['digest']} ended for "
+            f"good ({found['kind']}: {found['why']})",
+            remedy,
+        )
+        for name, pool in state["pools"].items()
+        for found in pool.get("dead_ends", ())
+    ]
 
 
 def _pools(state: dict[str, Any]) -> str:

@@ -27,6 +27,8 @@ SET_EXAMPLES = examples(
     "readyplane policy set paused=true",
 )
 
+AGAIN_EXAMPLES = examples("readyplane policy again", "readyplane policy again --model llama")
+
 
 @app.command("show", epilog=SHOW_EXAMPLES)
 def show(
@@ -116,6 +118,25 @@ def set_(
     output.say(f"policy version {version}" + ("" if moved else ", nothing differs"))
     for warned in warnings:
         output.say(_warned(warned))
+
+
+@app.command("again", epilog=AGAIN_EXAMPLES)
+def again(
+    model: Annotated[str, typer.Option(metavar="M", help="Of this model.")] = "",
+    json: Json = False,
+    planner: PlannerAddress = "",
+) -> None:
+    """Order again what was ordered no more, because its starts had ended for good.
+
+    Makes a new version of the policy that changes nothing.
+    What fails alike is ordered no more again, after two starts.
+    """
+    where = find("planner", planner=planner)
+    _before, _after, version, warnings = run(_put(where, model, {}, 0, merge=True))
+    if json:
+        output.emit({"version": version, "changed": {}, "warnings": warnings})
+        return
+    output.say(f"policy version {version}: every artifact may be ordered again")
 
 
 def _wanted(changes: Sequence[str], file: Path | None, *, whole: bool) -> dict[str, Any]:

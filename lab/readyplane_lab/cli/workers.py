@@ -103,10 +103,10 @@ def workers(
 async def _once(where: Where, model: str, *, as_json: bool) -> None:
     async with router_of(where) as router:
         fleet = await router.list_workers(model)
-        ordered = await _ordered(where, model, fleet)
+        ordered, held = await _planned(where, model, fleet)
         if model and not (fleet.workers or ordered):
             await check_known(router, model)
-    document = fleet_document(fleet, ordered)
+    document = fleet_document(fleet, ordered, held)
     if as_json:
         output.emit(document)
         return
@@ -196,7 +196,8 @@ async def _watch(where: Where, model: str, *, as_json: bool) -> None:
             while True:
                 try:
                     fleet = await router.list_workers(model)
-                    last = fleet_document(fleet, await _ordered(where, model, fleet, quiet=True))
+                    planned = await _planned(where, model, fleet, quiet=True)
+                    last = fleet_document(fleet, *planned)
                 except Unavailable as error:
                     last = {**last, "degraded": str(error)}
                 if live is None:
@@ -209,12 +210,14 @@ async def _watch(where: Where, model: str, *, as_json: bool) -> None:
                 live.stop()
 
 
-async def _ordered(
+async def _planned(
     where: Where, model: str, fleet: Fleet, *, quiet: bool = False
-) -> list[dict[str, Any]]:
-    """Rows of what the planner has ordered and the router has not heard of."""
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of what the planner has ordered and the router has not heard of, and what it orders no
+    more (B132).
+    """
     if not where.planner:
-        return []
+        return [], []
     from readyplane_lab.cli.where import within
 
     try:
@@ -223,17 +226,30 @@ async def _ordered(
     except ReadyplaneError as error:
         if not quiet and not isinstance(error, NotFound):
             note(f"workers that are only ordered are not shown: {error}")
-        return []
+        return [], []
     rows = state.get("workers", [])
-    return [r for r in rows if r["state"] == "ordered" and r["worker_id"] not in fleet.workers]
+    held = [f"{h['pool']}: {h['text']}" for h in state.get("held", ()) if h["code"] == "dead_end"]
+    return [
+        r for r in rows if r["state"] == "ordered" and r["worker_id"] not in fleet.workers
+    ], held
 
 
-def fleet_document(fleet: Fleet, ordered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`{"version", "degraded", "workers": [row]}`; null is not known."""
+def fleet_document(
+    fleet: Fleet, ordered: Sequence[Mapping[str, Any]], held: Sequence[str] = ()
+) -> dict[str, Any]:
+    """`{"version", "degraded", "workers": [row], "not_ordered"}`; null is not known.
+
+    `held`: why the planner orders no more of some artifact.
+    """
     rows = [worker_row(w) for w in fleet.workers.values()]
     rows += [row_of(state) for state in ordered]
     rows.sort(key=lambda r: (r["state"] == "gone", r["role"] != "prefill", r["worker_id"]))
-    return {"version": fleet.version, "degraded": fleet.degraded, "workers": rows}
+    return {
+        "version": fleet.version,
+        "degraded": fleet.degraded,
+        "workers": rows,
+        "not_ordered": list(held),
+    }
 
 
 def worker_row(worker: Worker) -> dict[str, Any]:
@@ -335,7 +351,9 @@ def fleet_table(document: Mapping[str, Any]) -> Table:
     ]
     made.caption = ", ".join(same) if rows else "no workers"
     if document["degraded"]:
-        made.caption += f"\n[yellow]degraded: {document['degraded']}[/yellow]"
+        made.caption += f"\n[yellow]degraded: {output.cell(document['degraded'])}[/yellow]"
+    for text in document.get("not_ordered", ()):
+        made.caption += f"\n[red]{output.cell(text)}[/red]"
     return made
 
 

@@ -23,6 +23,7 @@ from readyplane.ports import Directive, RankReport, Registry, Router
 from readyplane_agent import meeting
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.changing import Changing
+from readyplane_agent.dead_end import dead_end
 from readyplane_agent.engines.port import EnginePort
 from readyplane_agent.giving import Giving
 from readyplane_agent.interference import Watch
@@ -198,6 +199,7 @@ class Life:
         except (LostLease, StaleEpoch) as error:
             end = End(Event.FENCED_OFF, str(error))
         except (ReadyplaneError, OSError) as error:
+            self.trace.dead_end = dead_end(error)
             end = End(Event.START_FAILED, str(error))
         except asyncio.CancelledError:
             end = End(Event.LEAVE_ASKED, "cancelled")

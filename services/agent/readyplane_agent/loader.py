@@ -27,7 +27,7 @@ from readyplane_agent.cache import WeightCache
 from readyplane_agent.chunk_order import VERIFIED
 from readyplane_agent.fanout import Fanout
 from readyplane_agent.nixl_way import Transport
-from readyplane_agent.no_source import Waiting, bounded, hopeless
+from readyplane_agent.no_source import BytesNowhere, Waiting, bounded, hopeless
 from readyplane_agent.pipeline import Pipeline
 from readyplane_agent.reading import Reader, Reading
 from readyplane_agent.source_use import Fetched, SourceUse
@@ -197,7 +197,7 @@ class Loader:
             )
         what = f"{left} chunks of {self._arena.manifest.digest} could not be fetched"
         if vain:
-            return Unavailable(
+            return BytesNowhere(
                 f"{what}, their bytes are wrong or missing wherever they are offered: "
                 + "; ".join(reasons),
                 "publish the artifact again; waiting does not help",

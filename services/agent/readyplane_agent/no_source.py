@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from readyplane.core.errors import Unavailable
 from readyplane.core.startup import NO_BYTES, NOT_WHOLE, OWN_REQUESTS, SegmentName
 from readyplane.kit.clock import Clock
 from readyplane.ports import Source
@@ -29,6 +30,10 @@ LIVE = ("peer:", "cache:")
 # Most segments of one load that say what it waited for; after that the last one goes on.
 SEGMENTS_MAX = 8
 _NUMBERS = re.compile(r"[0-9.]+")
+
+
+class BytesNowhere(Unavailable):
+    """The bytes are wrong or missing wherever they are offered: waiting does not help."""
 
 
 def bounded(reasons: Iterable[str], most: int = REASONS_MAX) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class StartTrace:
         self.process_start_s = process_start_s
         self.ordered_at_s = ordered_at_s
         self.begin_s = process_start_s
-        self.failure = ""
+        self.failure = self.dead_end = ""
         if ordered_at_s is not None:
             # A process cannot be older than its order; the kernel counts its start in ticks.
             self.process_start_s = max(process_start_s, ordered_at_s)
@@ -147,6 +147,7 @@ class StartTrace:
             segments=self.segments(),
             log_tail=log_tail[-LOG_TAIL_CHARS:],
             failure=self.failure,
+            dead_end=self.dead_end,
         )
 
 

@@ -105,6 +105,11 @@ class PlannerMetrics:
             "1 while forecast, model or actuation drifts",
             ("model", "pool", "kind"),
         )
+        self._dead_ends = gauge(
+            "readyplane_dead_ends",
+            "Artifacts of which nothing is ordered, for their starts ended for good",
+            ("model", "pool"),
+        )
         self._leader = gauge("readyplane_planner_leading", "1 while this planner acts", ("model",))
         self._calls = counter(
             "readyplane_actuations", "Calls to actuator and router by outcome", ("model", "outcome")
@@ -148,6 +153,9 @@ class PlannerMetrics:
         for name, drift in (("prefill", memory.drift.prefill), ("decode", memory.drift.decode)):
             for kind in KINDS:
                 self._drift.labels(model, name, kind).set(getattr(drift, kind).active)
+        for name in POOLS:
+            ended = sum(d.pool == name for d in decision.dead_ends)
+            self._dead_ends.labels(model, name).set(ended if leading else 0)
         self._leader.labels(model).set(1 if leading else 0)
         for phase in Phase:
             self._phase.labels(model, str(phase)).set(leading and decision.rollout.phase is phase)

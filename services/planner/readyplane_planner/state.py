@@ -20,6 +20,7 @@ POINT = ("desired", "provisioned", "ready", "load")
 STEMS = ("ttft", "tpot")
 HELD = frozenset(
     (
+        "dead_end",
         *("manual_hold", "ownership_conflict", "denied", "pending", "backoff", "shape_unknown"),
         *("shedding", "fallback", "drift_forecast", "drift_model", "drift_actuation"),
     )
@@ -157,6 +158,17 @@ def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) 
         "active": sum(w.active for w in mine),
         "correction": pool.correction,
         "missing_capability": _missing(role, observation),
+        "dead_ends": [
+            {
+                "digest": d.digest,
+                "kind": d.kind,
+                "starts": d.starts,
+                "worker_ids": list(d.worker_ids),
+                "why": d.why,
+            }
+            for d in seen.decision.dead_ends
+            if d.pool == name
+        ],
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.startup import StartQuantiles
-from readyplane_planner.decide import fast, mixing, placing, rolling, victims
+from readyplane_planner.decide import dead_ends, fast, mixing, placing, rolling, victims
 from readyplane_planner.decide.mixing import Choice, Pick
 from readyplane_planner.decide.pools import Pool, arrives_soon
 from readyplane_planner.decide.values import (
@@ -83,6 +83,10 @@ def act(
         if grow and not (plan.manifest_digest and step.grow.digest):
             reasons.append(Reason("artifact_unknown", "no artifact to start from", pool.name))
             grow = 0
+        ended = dead_ends.shut(memory, pool.name, step.grow.digest)
+        if ended is not None:
+            reasons.append(dead_ends.told(ended))
+            grow = 0
         picks = _affordable(acted, pools, chosen[place].picks(grow), pool.name, plan, reasons)
         # What classes cost is only known here: what the budget does not hold is no target either.
         unpaid, grow = grow - len(picks), len(picks)
@@ -92,6 +96,8 @@ def act(
         picks = placing.placed(picks, observation, plan, pool.name)
         _order(acted, pool.name, picks, step.grow, plan, decision_id, reasons, now_s=now_s)
         surge = chosen[place].picks(step.surge[place])
+        if dead_ends.shut(memory, pool.name, step.goal.digest) is not None:
+            surge = ()
         surge = placing.placed(surge, observation, plan, pool.name)
         _surge(acted, pool, surge, step, plan, reasons, decision_id, now_s=now_s)
         acted.releases.extend(
@@ -147,6 +153,8 @@ def _keep_standbys(
     if missing > 0 and plan.manifest_digest and generation.digest:
         missing = min(missing, mine.limits.pending_max - len(pool.preparing))
         missing = 0 if now_s < acted.memory.guard(pool.name).retry_s else max(0, missing)
+        if dead_ends.shut(acted.memory, pool.name, generation.digest) is not None:
+            missing = 0
         if plan.budget_gpus is not None and mine.limits.gpus:
             held = sum(mixing.gpus_held(p, plan) for p in pools)
             held += sum(plan.pool(o.pool).limits.gpus for o in acted.orders)

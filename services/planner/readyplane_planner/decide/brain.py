@@ -9,6 +9,7 @@ from readyplane_planner import guard, optimise
 from readyplane_planner.decide import (
     acting,
     blindly,
+    dead_ends,
     degrade,
     demand,
     effect,
@@ -154,6 +155,7 @@ def decide(
         activations=acted.activations,
         flips=acted.flips,
         ration=ration,
+        dead_ends=dead_ends.shut_now(memory),
         candidates=() if proposal is None else proposal.candidates,
         binding=effect.binding(explained),
         expected=effect.expected(observation, plan, model, pools, seen, acted),

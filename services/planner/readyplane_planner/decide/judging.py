@@ -10,7 +10,16 @@ from dataclasses import replace
 
 from readyplane_planner import guard
 from readyplane_planner.capacity import EVIDENCE_MIN_S
-from readyplane_planner.decide import acting, demand, denials, outlook, reasons, rolling, stances
+from readyplane_planner.decide import (
+    acting,
+    dead_ends,
+    demand,
+    denials,
+    outlook,
+    reasons,
+    rolling,
+    stances,
+)
 from readyplane_planner.decide.outlook import Both
 from readyplane_planner.decide.pools import Pool
 from readyplane_planner.decide.stances import Care
@@ -76,6 +85,7 @@ def judge(
     trust = trust_in(observation, seen_before=memory.work_p.begun_s is not None)
     memory = denials.noted(memory, observation, plan, limits[0], now_s=now_s)
     said.extend(denials.said(memory, pools, now_s=now_s))
+    memory = dead_ends.noted(memory, observation, plan, pools)
     verdicts: list[Verdict] = []
     guards: list[PoolMemory] = []
     overrides = dict(memory.overrides)

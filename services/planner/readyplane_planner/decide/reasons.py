@@ -24,6 +24,7 @@ CODES = {
 }
 # What weighs more comes first; what is not listed stands between the rules and the facts.
 WEIGHTY = (
+    "dead_end",
     "paused",
     "floor",
     "ceiling",

@@ -197,6 +197,24 @@ class Denied:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadEnd:
+    """Starts of one pool's artifact that ended for good, under one version of the policy.
+
+    Attributes:
+        kind: bytes, identity or trust, of the last; why: its failure.
+        starts: so many, without a good one between them. worker_ids: the last of them.
+    """
+
+    pool: str
+    digest: str
+    kind: str
+    why: str
+    starts: int
+    worker_ids: tuple[str, ...]
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Owned:
     """Whether somebody else changes a pool; times are of the planner's monotonic clock.
 
@@ -268,7 +286,7 @@ class Memory:
         fallbacks: how often the optimiser failed, failing: in a row. blind: looks in a row without
         knowing. bases: what the windows rest on. drift, owned_p, owned_d: see drift, ownership.
         overrides: guard rules that changed a target. changing: told to serve, or to change the stage.
-        ration, ahead: see rations, seasonal.
+        ration, ahead: see rations, seasonal. dead_ends: see dead_ends.
     """
 
     work_p: Series = field(default_factory=Series)
@@ -306,6 +324,7 @@ class Memory:
     ahead: Ahead = field(default_factory=Ahead)
     apart_p: Apart = field(default_factory=Apart)
     apart_d: Apart = field(default_factory=Apart)
+    dead_ends: tuple[DeadEnd, ...] = ()
 
     def guard(self, pool: str) -> PoolMemory:
         """The guard's memory of a pool."""
@@ -450,6 +469,7 @@ class Decision:
         rollout: where the roll-out is.
         activations, flips: workers told to serve at last, and to serve the other stage.
         ration: whom the router is to refuse meanwhile; None for nobody.
+        dead_ends: artifacts of which nothing is ordered any more; see `dead_ends`.
     """
 
     decision_id: str
@@ -476,6 +496,7 @@ class Decision:
     activations: tuple[Activation, ...] = ()
     flips: tuple[Flip, ...] = ()
     ration: Rationed | None = None
+    dead_ends: tuple[DeadEnd, ...] = ()
 
     @property
     def changed(self) -> bool:

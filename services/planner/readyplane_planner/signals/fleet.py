@@ -11,7 +11,7 @@ from dataclasses import replace
 from readyplane.core.identity import FieldDifference, compatible
 from readyplane.core.worker import LoadReport, Role, Worker, WorkerState
 from readyplane_planner.signals.outside import EngineLoad, EngineSample
-from readyplane_planner.signals.values import RouterSample, WorkerView
+from readyplane_planner.signals.values import EndedStart, RouterSample, WorkerView
 
 _FOR_PREFILL = ("waiting_prefill_tokens", "prefill_tokens_total")
 _FOR_DECODE = ("running", "iterations_total", "kv_usage")
@@ -48,6 +48,15 @@ def workers(
         why = unpairable.get(worker.offer.worker_id, "")
         views.append(_view(worker, before.pop(key, None), router_now_s, why, beside))
     return tuple(views), len(before) + len(told)
+
+
+def ended(workers: Sequence[Worker]) -> tuple[EndedStart, ...]:
+    """Starts that ended for good; most of them are gone by the time that anybody looks."""
+    return tuple(
+        EndedStart(w.worker_id, w.progress.dead_end, w.progress.failure)
+        for w in workers
+        if w.progress is not None and w.progress.dead_end
+    )
 
 
 def stranded(workers: Sequence[Worker]) -> dict[str, str]:

@@ -135,6 +135,7 @@ def observe(
         | _others(current, age_s),
         silent=tuple(f"{s.source}: {s.why}" for s in outside.silent),
         clients=by_client,
+        dead_ends=() if current is None else fleet.ended(current.workers),
     )
 
 

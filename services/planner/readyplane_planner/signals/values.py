@@ -205,6 +205,7 @@ class WorkerView:
             would just have lasted until now, so that well below it the worker was never idle.
         iteration_s: measured while it ran.
         decode_rate: output tokens/s since its last report. kv_capacity: KV tokens that it holds.
+        failure: why its start failed.
         unpairable: why no ready worker of the other stage can exchange KV with it; empty when one
             can, or when there is none to judge by.
         convertible: a decode worker (its role here) that is lent to prefill in short chunks.
@@ -263,6 +264,15 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
+class EndedStart:
+    """A start that would fail again wherever it is made (`StartProgress.dead_end`), and its words."""
+
+    worker_id: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """Everything a decision rests on, of one model, at one instant.
 
@@ -286,6 +296,7 @@ class Observation:
         dt_s: seconds that the rates cover, 0 when there is no rate.
         priorities: what came in them by priority; empty where that is not known.
         clients: what the largest clients bring of it, where requests are labelled; none is needed.
+        dead_ends: starts that ended for good, as long as the router shows them, gone ones included.
     """
 
     model: str
@@ -319,6 +330,7 @@ class Observation:
     silent: tuple[str, ...] = ()
     priorities: tuple[PriorityWork, ...] = ()
     clients: tuple[ClientWork, ...] = ()
+    dead_ends: tuple[EndedStart, ...] = ()
 
     def signals(self) -> dict[str, Signal]:
         """By name, for the record, the metrics and a person."""

@@ -1,0 +1,25 @@
+"""Which failures the same start would meet again wherever it is made (B132).
+
+Owns the judgement alone: it goes with the failure to the router, and the planner stops ordering what
+would fail alike. What another node, another try or some time may cure is none.
+"""
+
+from __future__ import annotations
+
+from readyplane.core.errors import BytesMissing, IdentityMismatch, Refused
+from readyplane_agent.no_source import BytesNowhere
+
+BYTES, IDENTITY, TRUST = "bytes", "identity", "trust"
+
+
+def dead_end(error: BaseException) -> str:
+    """`bytes`: wrong or missing at every source. `identity`: not what was ordered. `trust`: not
+    signed as the policy asks. Empty for everything else.
+    """
+    if isinstance(error, BytesNowhere | BytesMissing):
+        return BYTES
+    if isinstance(error, IdentityMismatch):
+        return IDENTITY
+    if isinstance(error, Refused) and error.what == "trust":
+        return TRUST
+    return ""
