@@ -96,8 +96,6 @@ def act(
         picks = placing.placed(picks, observation, plan, pool.name)
         _order(acted, pool.name, picks, step.grow, plan, decision_id, reasons, now_s=now_s)
         surge = chosen[place].picks(step.surge[place])
-        if dead_ends.shut(memory, pool.name, step.goal.digest) is not None:
-            surge = ()
         surge = placing.placed(surge, observation, plan, pool.name)
         _surge(acted, pool, surge, step, plan, reasons, decision_id, now_s=now_s)
         acted.releases.extend(
@@ -219,6 +217,8 @@ def _order(
             nodes=pick.nodes,
             why="; ".join(why for why in (pick.why, pick.way) if why),
             standby=standby,
+            holds=plan.pool(name).standby_holds if standby else "weights",
+            graph_stages=plan.graph_stages and pick.mode != "eager",
         )
         if pick.way:
             reasons.append(Reason("node", f"{worker_id} would serve on {pick.way}", name))

@@ -7,7 +7,8 @@ ordered of it, and that is said at every tick.
 
 It ends with another artifact, with any new version of the policy (`readyplane policy again` makes one
 that changes nothing), and when a start of the artifact gets ready after all. Who was ready before
-says nothing: its bytes may have been right then.
+says nothing: its bytes may have been right then. What a roll-out starts beside the others has a bound
+of its own (`starts_failed_max`), with which it goes back.
 """
 
 from __future__ import annotations
