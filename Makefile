@@ -204,3 +204,7 @@ vllm-env: $(VLLM)/stamp ## Make .venv-vllm, a real vLLM on a CPU with the projec
 $(VLLM)/stamp: tools/requirements-vllm.txt tools/vllm-env.sh pyproject.toml
 	@tools/vllm-env.sh $(VLLM)
 	@touch $@
+
+.PHONY: test-vllm
+test-vllm: setup ## The engine port and the whole system on a real vLLM, some 20 minutes (ARGS="-k port").
+	@tools/test-vllm.sh $(ARGS)

@@ -644,7 +644,7 @@ async def handover_nobody(w: World) -> None:
 @check("hand-over", "in a stream", "a failed load is an error event and [DONE], not a silence")
 async def handover_stream(w: World) -> None:
     prompt = w.prompt()
-    params = {**await w.handover(prompt), "remote_request_id": "gone"}
+    params = {**await w.handover(prompt), "remote_engine_id": "gone"}
     body = {
         "model": w.traits.model,
         "prompt": prompt,

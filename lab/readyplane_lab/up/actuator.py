@@ -226,7 +226,8 @@ class LocalActuator:
                 if order.convertible_tpot_s > 0
                 else ()
             ),
-            *(("--standby", "true") if order.standby else ()),
+            *(("--standby", "true", "--holds", str(order.holds)) if order.standby else ()),
+            *(("--graph-stages", "true") if order.graph_stages else ()),
             *place.agent_args,
         ]
 

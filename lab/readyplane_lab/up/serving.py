@@ -76,7 +76,7 @@ class Choice:
         if self.engine is None:
             return ()
         return (
-            *("--vllm-bin", str(self.engine.program), "--stall-s", repr(SILENT_S)),
+            *("--stall-s", repr(SILENT_S)),
             *(f"--engine-arg={argument}" for argument in self._engine_args(self.engine)),
         )
 
@@ -85,6 +85,9 @@ class Choice:
         if self.engine is None:
             return {}
         found = self.engine.environment(os.environ)
+        found["READYPLANE_VLLM_BIN"] = str(self.engine.program)
+        # What looks at the environment's packages looks for the program, too.
+        found["PATH"] = f"{self.engine.program.parent}:{os.environ.get('PATH', '')}"
         if self.engine.on_cpu:  # a prefill and a decode worker share the machine
             found["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 2) // 2))
         return found
