@@ -95,8 +95,6 @@ class MappedMemory(ArenaMemory):
 
 def open_mapped(manifest: Manifest, cache: WeightCache) -> Arena | str:
     """The cache's files as an arena in which nothing is verified yet, or why it cannot be one."""
-    if not cache.holds(manifest):
-        return "the node's cache does not hold all of it"
     # The kernel maps 2 MiB at a time only where memory and file are alike in their last 21 bits.
     offsets, size_bytes = places_of(manifest, align_bytes=HUGE_BYTES)
     entries = sorted((e for e in manifest.files if e.size_bytes), key=lambda e: offsets[e.path])
@@ -146,8 +144,11 @@ async def mapped_arena(
 ) -> Arena | str:
     """The cache's files as a verified arena, or why the weights have to be read.
 
-    The segment `weight_read` tells which; a file that is not what its name says leaves the cache.
+    The segment `weight_read` tells which, unless the cache does not hold all of them; a file that is
+    not what its name says leaves the cache.
     """
+    if not cache.holds(manifest):
+        return "the node's cache does not hold all of it"
     with trace.span(SegmentName.WEIGHT_READ) as span:
         found = await asyncio.to_thread(open_mapped, manifest, cache)
         if isinstance(found, str):
