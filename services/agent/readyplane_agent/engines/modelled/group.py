@@ -26,7 +26,7 @@ from readyplane_agent.engines.modelled.adapter import (
     ModelledEngine,
     cpu_ticks,
 )
-from readyplane_agent.engines.offers import Imported
+from readyplane_agent.engines.offers import Imported, SleepDepth
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.engines.ranks import LOST_STATUS, STEPS, RankSpec, RankStep, first_gone
 
@@ -87,6 +87,10 @@ class ModelledGroup(ModelledEngine):
     ) -> Imported:
         """A group does not stand by: its ranks come up together."""
         raise Unsupported(f"a standby of {spec.model} in several ranks", "start it without")
+
+    async def sleep(self, depth: SleepDepth) -> None:
+        """A group does not sleep: its ranks would have to give their memory back together."""
+        raise Unsupported(f"sleep ({depth}) of an engine in several ranks", "leave it awake")
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
         """Rank 0 as of one engine; the others at once, since they hold nothing for anybody."""
