@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from readyplane.core.errors import NotFound, ReadyplaneError, Refused, Unavailable
 from readyplane.core.ration import Ration
 from readyplane.core.startup import StartMode
-from readyplane.core.worker import Role, Worker, WorkerState
+from readyplane.core.worker import Holds, Role, Worker, WorkerState
 from readyplane.ports import Actuator, Instance, Order, Router
 from readyplane_planner.decide import (
     ROLE_OF,
@@ -261,6 +261,8 @@ class Hand:
             scale_decision_id=decision_id,
             convertible_tpot_s=order.convertible_tpot_s,
             standby=order.standby,
+            holds=Holds(order.holds),
+            graph_stages=order.graph_stages,
             node_preference=order.nodes,
         )
 

@@ -110,6 +110,12 @@ class PlannerMetrics:
             "Artifacts of which nothing is ordered, for their starts ended for good",
             ("model", "pool"),
         )
+        self._standby = counter(
+            "readyplane_standby_gpu_seconds",
+            "GPU-seconds of standbys that waited, by what they held",
+            (*LABELS, "holds"),
+        )
+        self._stood: dict[tuple[str, str], float] = {}
         self._leader = gauge("readyplane_planner_leading", "1 while this planner acts", ("model",))
         self._calls = counter(
             "readyplane_actuations", "Calls to actuator and router by outcome", ("model", "outcome")
@@ -175,6 +181,15 @@ class PlannerMetrics:
             self._unknown.labels(model, name).set(1 if away else 0)
         if ROUTERS not in decision.signals:  # told only while some are not heard
             self._unknown.forget(model=model, signal=ROUTERS)
+
+    def stood(self, plan: Plan, seconds: Mapping[tuple[str, str], float]) -> None:
+        """What standbys have cost so far, by (pool, holds)."""
+        for key, so_far_s in seconds.items():
+            grown_s = so_far_s - self._stood.get(key, 0.0)
+            if grown_s > 0.0:
+                labels = (key[0], plan.pool(key[0]).worker_class, plan.model, key[1])
+                self._standby.labels(*labels).inc(grown_s)
+            self._stood[key] = so_far_s
 
     def call(self, model: str, outcome: str) -> None:
         """Count one finished call."""

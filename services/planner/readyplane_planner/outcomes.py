@@ -11,7 +11,8 @@ planner goes on.
 | allocated, running | the actuator's list shows the allocation, its process; at_s is when it began |
 | provisioned | the router shows a lease |
 | ready | the gate let it in; with the whole start, the gate's checks and where weights came from |
-| stood_by | the gate let it in as a standby; with the whole start, like `ready` |
+| stood_by | the gate let it in as a standby; with the whole start, like `ready`; or its process waits, with what it `holds` |
+| upgraded, upgrade_failed | it runs with all its graphs, or went back to those of its start; with the stage and `seconds` since it was ready |
 | activating, activate_failed, activated | the router took the word, did not; it serves, after `seconds` |
 | flipping, flip_failed, flipped | the same of a change of the stage, its drain included; of one by hand `flipped`, at what started the worker |
 | first_request | the router has assigned it work, or its engine has computed something |
@@ -30,7 +31,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from readyplane.core.errors import NotFound
-from readyplane.core.worker import Worker, WorkerState
+from readyplane.core.stage import UpgradeState
+from readyplane.core.worker import Holds, Worker, WorkerState
 from readyplane.ports import Instance
 from readyplane_planner.actuators import Done
 from readyplane_planner.decide import POOLS, ROLE_OF, Decision, fast
@@ -46,6 +48,10 @@ BEFORE_MAX = 120
 AFTER_MAX = 600
 AGAIN_S = 10.0
 """A decision that cannot be judged yet is looked at again after that."""
+UPGRADED = {
+    UpgradeState.COMPLETE: "upgraded",
+    UpgradeState.ROLLED_BACK: "upgrade_failed",
+}
 SERVING = frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.STALLED})
 
 
@@ -87,7 +93,8 @@ class Follower:
         """A decision that is carried out now tells these workers to serve, or to change the stage."""
         for kind, words in (("activate", decision.activations), ("flip", decision.flips)):
             for word in words:
-                told = Word(kind, decision.decision_id, word.pool, wall_s)
+                loads = kind == fast.ACTIVATE and word.deadline_s > fast.ACTIVATE_S_MAX
+                told = Word(fast.LOAD if loads else kind, decision.decision_id, word.pool, wall_s)
                 self.changing.setdefault(word.worker_id, told)
         _bound(self.changing, STARTING_MAX)
 
@@ -113,8 +120,8 @@ class Follower:
                 _bound(self.changing, STARTING_MAX)
             if worker_id in self.changing:
                 self._changed(worker, now_s=now_s, wall_s=wall_s)
-            if worker.state is WorkerState.STANDBY:
-                self._ready(worker, instances, now_s=now_s, wall_s=wall_s, kind="stood_by")
+            self._upgraded(worker, wall_s=wall_s)
+            self._stood_by(worker, instances, now_s=now_s, wall_s=wall_s)
             if worker.state in SERVING:
                 self.starting.pop(worker_id, None)
                 self._ready(worker, instances, now_s=now_s, wall_s=wall_s)
@@ -191,6 +198,34 @@ class Follower:
         kind = "flipped" if flips else "activated"
         self._tell(word.decision_id, worker.worker_id, kind, wall_s, {"seconds": seconds})
 
+    def _stood_by(
+        self, worker: Worker, instances: Iterable[Instance], *, now_s: float, wall_s: float
+    ) -> None:
+        """Whether it waits: proved, which was a start, or with a process only, which was none."""
+        if worker.holds is Holds.PROCESS:
+            document = {"holds": str(worker.holds)}
+            self._tell(
+                worker.offer.scale_decision_id, worker.worker_id, "stood_by", wall_s, document
+            )
+        elif worker.state is WorkerState.STANDBY and worker.serving is not None:
+            self._ready(worker, instances, now_s=now_s, wall_s=wall_s, kind="stood_by")
+
+    def _upgraded(self, worker: Worker, *, wall_s: float) -> None:
+        """Whether the upgrade of its graphs is over, well or not."""
+        stage = worker.serving.stage if worker.serving is not None else None
+        if stage is None or stage.state not in UPGRADED:
+            return
+        document = {
+            "seconds": stage.took_s,
+            "state": str(stage.state),
+            "shapes": list(stage.shapes),
+            "kv_tokens": stage.kv_tokens,
+            "digest": stage.digest,
+            "why": stage.failure,
+        }
+        kind = UPGRADED[stage.state]
+        self._tell(worker.offer.scale_decision_id, worker.worker_id, kind, wall_s, document)
+
     def _ready(
         self,
         worker: Worker,
@@ -215,7 +250,7 @@ class Follower:
         }
         if worker.ready_s is not None:
             document["ready_ago_s"] = max(0.0, worker.renewed_s - worker.ready_s)
-        if sample is not None:
+        if sample is not None and worker.offer.holds is not Holds.PROCESS:
             self.book.add(worker.offer.counts_as, sample)
             document["sample"] = sample_document(sample)
         self._tell(worker.offer.scale_decision_id, worker.worker_id, kind, wall_s, document)

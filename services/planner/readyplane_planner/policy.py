@@ -70,7 +70,7 @@ class PoolPolicy(_Strict):
 
     `spare`: workers kept beyond the need, for those that may be lost. `standby`: workers kept loaded
     and proved beside the pool, which serve within a second when it grows; they are paid for and are
-    not among `max`. `classes`: where there are
+    not among `max`. `standby_holds`: what they hold until then. `classes`: where there are
     several; the pool is sized in workers of `worker_class`, which is one of them, the first by default.
     """
 
@@ -79,6 +79,7 @@ class PoolPolicy(_Strict):
     spare: int = Field(default=0, ge=0, le=WORKERS_MAX)
     fallback: int = Field(default=0, ge=0, le=WORKERS_MAX)
     standby: int = Field(default=0, ge=0, le=WORKERS_MAX)
+    standby_holds: Literal["weights", "process", "asleep"] = "weights"
     worker_class: str = Field(default="h200", min_length=1)
     profile: str = Field(default="h200-llama8b-fp8", min_length=1)
     classes: list[ClassPolicy] = Field(default_factory=list)
@@ -221,8 +222,9 @@ class Policy(_Strict):
             grows, workers change the stage, if their engine can, instead of ending and starting. warm_worker_s: its speed is not learned from before that.
         eta_bound_factor: a start is given up after so many P99 of T_ready. orphan_s: an allocation
             without a lease is given back after that. backoff_s: first pause after a failed start.
-        start_mode: `auto` takes, for each start, what costs least over its expected life. nodes: where
-            workers may start, for a preference among them.
+        start_mode: `auto` takes, for each start, what costs least over its expected life.
+        graph_stages: workers are ready with few graphs and capture the others while they serve.
+            nodes: where workers may start, for a preference among them.
         budget_gpus: of both pools together, null for none.
     """
 
@@ -251,6 +253,7 @@ class Policy(_Strict):
     drain_deadline_s: Positive = 300.0
     budget_gpus: int | None = Field(default=None, ge=1)
     start_mode: Literal["auto", "eager", "jit", "aot"] = "jit"
+    graph_stages: bool = False
     nodes: list[NodePolicy] = Field(default_factory=list)
     rollout: RolloutPolicy = RolloutPolicy()
     degradation: DegradationPolicy = DegradationPolicy()
@@ -367,6 +370,7 @@ def make_plan(
         drain_deadline_s=policy.drain_deadline_s,
         budget_gpus=policy.budget_gpus,
         start_mode=policy.start_mode,
+        graph_stages=policy.graph_stages,
         nodes=node_plans(policy.nodes),
         rollout=_rollout(policy.rollout),
         season=policy.forecast.season.rules,
@@ -424,6 +428,7 @@ def _pool(
         spare=pool.spare,
         fallback=pool.fallback,
         standby=pool.standby,
+        standby_holds=pool.standby_holds,
     )
 
 
@@ -500,6 +505,7 @@ def _cross_check(policy: Policy) -> None:
     if window_s < policy.tick_s:
         remedy = f"use at least policy.tick_s, which is {policy.tick_s}"
         raise InvalidField("policy.forecast.window_s", window_s, remedy)
+    _staged(policy)
     load_optimiser(policy.optimiser)
     profiles = pool_profiles(policy)
     for name, profile in zip(("prefill", "decode"), profiles, strict=True):
@@ -516,6 +522,12 @@ def _cross_check(policy: Policy) -> None:
         if least > policy.budget_gpus:
             remedy = f"the minimum of both pools needs {least} GPUs"
             raise InvalidField("policy.budget_gpus", policy.budget_gpus, remedy)
+
+
+def _staged(policy: Policy) -> None:
+    if policy.graph_stages and policy.start_mode == "eager":
+        remedy = "leave it out, or take jit, aot or auto: an eager engine never has graphs"
+        raise InvalidField("policy.graph_stages", policy.graph_stages, remedy)
 
 
 def _holds_one(policy: Policy, profiles: tuple[ClassProfile, ClassProfile]) -> None:

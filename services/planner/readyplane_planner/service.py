@@ -40,6 +40,7 @@ from readyplane_planner.policy import Policy, make_plan
 from readyplane_planner.recall import recall
 from readyplane_planner.signals import Observation, RouterSample, observe, stands_still
 from readyplane_planner.sources import Look, LooksBeyond, Sources, allocations
+from readyplane_planner.standby_time import StandbyTime
 from readyplane_planner.starts import StartBook, t_ready
 from readyplane_planner.state import History, Seen, state_document, state_pools
 from readyplane_planner.takeover import Succession
@@ -140,6 +141,7 @@ class PlannerService:
         )
         self._book = StartBook()
         self._follower = Follower(self._book)
+        self._stood = StandbyTime()
         self._judge = Judge()
         self._seconds = WorkerSeconds()
         self._memory = Memory()
@@ -262,12 +264,14 @@ class PlannerService:
             # A planner that stands by keeps what it saw: whoever led may have missed it.
             await self._tell(wall_s=wall_s)
             await self._tidy(now_s, wall_s)
+            self._stood.look(workers, plan, now_s=now_s)
         self._seconds.take(look.instances)
         seen = self._seen(plan, observation, decision, wall_s)
         self._show(seen, leading=leading)
         if self._metrics is not None:
             took_s = self._clock.monotonic_s() - started_s
             self._metrics.tick(seen, state_pools(seen), memory, leading=leading, took_s=took_s)
+            self._metrics.stood(plan, self._stood.seconds)
         return decision
 
     async def aclose(self) -> None:

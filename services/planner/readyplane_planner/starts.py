@@ -130,7 +130,9 @@ class StartBook:
     def changes(self, *, now_s: float) -> dict[str, StartQuantiles]:
         """By `start_key`, with the kind of change in place of a start mode."""
         return {
-            start_key(*key): start_quantiles(tuple(kept), now_s=now_s, prior=fast.PRIORS[key[2]])
+            start_key(*key): start_quantiles(
+                tuple(kept), now_s=now_s, prior=fast.PRIORS.get(key[2], fast.LOAD_PRIOR)
+            )
             for key, kept in self._changes.items()
         }
 

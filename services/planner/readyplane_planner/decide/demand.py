@@ -174,7 +174,13 @@ def _held_each(averages: Averages) -> float:
 
 
 def _holding(model: DecodeModel, profile: ClassProfile, pool: Pool) -> DecodeModel:
-    """With the KV that workers say they hold, where the profile only assumes it."""
+    """With the KV that workers say they hold, where the profile only assumes it.
+
+    What a capacity profile with stages publishes counts in any case: graphs take it off (R14.1).
+    """
+    published = [float(w.kv_published) for w in pool.ready if w.kv_published is not None]
+    if published:
+        return replace(model, kv_tokens=min(*published, model.kv_tokens))
     told = [w.kv_capacity for w in pool.ready if w.kv_capacity]
     return model if profile.measured or not told else replace(model, kv_tokens=min(told))
 

@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from readyplane_planner.decide.pools import Pool
 
 ACTIVATE, FLIP = "activate", "flip"
+LOAD = "load"
+"""How the activation of a standby is called that holds a process only: a start without imports."""
 ACTIVATE_S_MAX = 30.0
 """An activation is told for so long; one that takes longer would be slower than a start."""
+LOAD_S_MAX = 900.0
+"""A standby that has to load first is told for so long."""
 UNSEEN_S_MAX = 15.0
 TURNED = "turned_by_hand"
 """The code of what is said of a flip that no planner asked for."""
@@ -40,6 +44,8 @@ PRIORS = {
     ACTIVATE: StartQuantiles(1.0, 2.5, 5.0, 0, 0.0),
     FLIP: StartQuantiles(3.0, 10.0, 30.0, 0, 0.0),
 }
+LOAD_PRIOR = StartQuantiles(30.0, 60.0, 120.0, 0, 0.0)
+"""Until loads were seen they are taken for whole starts, where those are known (`pools`)."""
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -53,10 +59,17 @@ def left_s(mode: str, age_s: float) -> float | None:
 
 
 def activations(standby: Iterable[WorkerView], count: int, pool: str) -> tuple[Activation, ...]:
-    """At most `count` standbys to be told to serve: of the newest generation the oldest first."""
-    ranked = sorted(standby, key=lambda w: (-w.generation, -(w.standby_age_s or 0.0), w.worker_id))
+    """At most `count` standbys to be told to serve: of the newest generation the oldest first.
+
+    Who has its weights serves sooner than who has a process only, and is told before it.
+    """
+    ranked = sorted(
+        standby, key=lambda w: (w.bare, -w.generation, -(w.standby_age_s or 0.0), w.worker_id)
+    )
     return tuple(
-        Activation(w.worker_id, pool, w.epoch, ACTIVATE_S_MAX, "a standby serves at once")
+        Activation(w.worker_id, pool, w.epoch, LOAD_S_MAX, "a standby that has imported loads")
+        if w.bare
+        else Activation(w.worker_id, pool, w.epoch, ACTIVATE_S_MAX, "a standby serves at once")
         for w in ranked[: max(0, count)]
     )
 
@@ -222,7 +235,11 @@ def changes(observation: Observation, memory: Memory) -> dict[str, Changing]:
         name = "prefill" if worker.role is ROLE_OF["prefill"] else "decode"
         to = OTHER[name] if worker.told == FLIP else name
         found[worker.worker_id] = Changing(
-            worker.worker_id, worker.told, to, observation.taken_s, ACTIVATE_S_MAX
+            worker.worker_id,
+            worker.told,
+            to,
+            observation.taken_s,
+            LOAD_S_MAX if worker.bare else ACTIVATE_S_MAX,
         )
     return found
 

@@ -86,8 +86,8 @@ def plain(plan: Plan, name: str) -> Choice:
 
 
 def mixes(plan: Plan, name: str) -> bool:
-    """Whether there is anything to choose."""
-    return bool(plan.pool(name).classes) or plan.start_mode == AUTO
+    """Whether its workers differ: by class, by mode, or by whether they have their graphs yet."""
+    return bool(plan.pool(name).classes) or plan.start_mode == AUTO or plan.graph_stages
 
 
 def classes_of(pool: PoolPlan) -> tuple[ClassPlan, ...]:

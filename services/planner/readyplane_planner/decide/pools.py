@@ -369,7 +369,7 @@ def _told(worker: WorkerView, word: Changing, view: _View) -> Coming:
         worker.generation,
         worker.attached,
         worker.worker_class,
-        word.kind,
+        fast.LOAD if worker.bare and word.kind == fast.ACTIVATE else word.kind,
     )
 
 

@@ -50,7 +50,7 @@ class PoolPlan:
     Attributes:
         classes: that may be started, where there are several; the others are counted in workers of
             `worker_class`. spare: workers kept beyond the need, for those that may be lost.
-            standby: workers kept loaded beside the pool.
+            standby: workers kept beside the pool; standby_holds: what they hold until they serve.
         convertible_tpot_s: above 0, new workers also take prompts in short chunks, between
             iterations that keep this time per output token.
     """
@@ -63,6 +63,7 @@ class PoolPlan:
     spare: int = 0
     fallback: int = 0
     standby: int = 0
+    standby_holds: str = "weights"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,6 +134,7 @@ class Plan:
     fallback_after: int = 10
     hand_hold_s: float = 0.0
     flip: bool = False
+    graph_stages: bool = False
     risk: float = 0.01
     digest: str = ""
 
@@ -338,7 +340,8 @@ class StartOrder:
     Attributes:
         nodes: where it would serve soonest, the best first; empty for no preference.
         why: why this class, mode and node; empty where there was no choice.
-        standby: loaded and proved, then waiting until it is activated.
+        standby: waiting until it is activated; holds: with what. graph_stages: ready with few
+            graphs, the others come while it serves.
     """
 
     worker_id: str
@@ -351,6 +354,8 @@ class StartOrder:
     nodes: tuple[str, ...] = ()
     why: str = ""
     standby: bool = False
+    holds: str = "weights"
+    graph_stages: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from readyplane.core.identity import FieldDifference, compatible
-from readyplane.core.worker import LoadReport, Role, Worker, WorkerState
+from readyplane.core.worker import Holds, LoadReport, Role, Worker, WorkerState
 from readyplane_planner.signals.outside import EngineLoad, EngineSample
 from readyplane_planner.signals.values import EndedStart, RouterSample, WorkerView
 
@@ -112,6 +112,7 @@ def _view(
     kv_tokens = float(used * block) if used is not None else told.kv_tokens
     prefill_rate, dry_rate, iteration_s, decode_rate = pace
     offer, ready_s, draining_s = worker.offer, worker.ready_s, worker.draining_s
+    stage = worker.serving.stage if worker.serving is not None else None
     return WorkerView(
         worker_id=offer.worker_id,
         incarnation=offer.incarnation,
@@ -121,7 +122,7 @@ def _view(
         epoch=worker.epoch,
         generation=offer.generation,
         manifest_digest=offer.manifest_digest,
-        mode=str(offer.mode),
+        mode=str(offer.mode if worker.serving is None else worker.serving.runs),
         node=offer.node,
         attached=offer.attached,
         scale_decision_id=offer.scale_decision_id,
@@ -145,6 +146,8 @@ def _view(
         convertible=offer.convertible,
         standby=offer.standby,
         standby_age_s=_standby_age_s(worker, router_now_s),
+        bare=offer.standby and offer.holds is Holds.PROCESS and worker.serving is None,
+        kv_published=None if stage is None else stage.kv_tokens,
         told=worker.told,
         flips=worker.serving is not None and worker.serving.flips,
         missing=_missing(worker, load, told, usage),

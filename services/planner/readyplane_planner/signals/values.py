@@ -210,6 +210,9 @@ class WorkerView:
             can, or when there is none to judge by.
         convertible: a decode worker (its role here) that is lent to prefill in short chunks.
         standby: ordered to wait until it is activated. standby_age_s: since its lease, while it does.
+            bare: it holds a process only, and has to load before it can serve.
+        mode: as it runs now: eager until a staged start has got its graphs. kv_published: KV tokens
+            of its capacity profile, where that has stages.
         told: activate or flip, while it has been told and has not done it. flips: its engine can
             serve the other stage without a new start.
         missing: what neither it nor its engine tells, of what its stage is judged by (B19).
@@ -247,6 +250,8 @@ class WorkerView:
     convertible: bool = False
     standby: bool = False
     standby_age_s: float | None = None
+    bare: bool = False
+    kv_published: int | None = None
     told: str = ""
     flips: bool = False
     missing: tuple[str, ...] = ()
