@@ -85,11 +85,16 @@ class SigningKey:
         """
         remedy = "give the PEM file of an Ed25519 private key (`readyplane artifact key new FILE`)"
         try:
-            if path.stat().st_mode & 0o077:
+            if path.stat().st_mode & 0o077 and not _is_public(path):
                 raise InvalidField("sign_key", str(path), f"run chmod 600 {path}: others read it")
             data = path.read_bytes()[:KEY_FILE_BYTES_MAX]
             found = serialization.load_pem_private_key(data, password=None)
         except (OSError, ValueError, TypeError) as error:
+            if _is_public(path):
+                half = path.with_suffix("") if path.suffix == ".pub" else None
+                beside = f", here {half}" if half is not None and half.is_file() else ""
+                told = f"this is the public half, for others: sign with the private key{beside}"
+                raise InvalidField("sign_key", str(path), told) from error
             raise InvalidField("sign_key", str(path), f"{remedy}; {error}") from error
         if not isinstance(found, Ed25519PrivateKey):
             raise InvalidField("sign_key", str(path), remedy)
@@ -99,6 +104,15 @@ class SigningKey:
         """A signature of a manifest's digest, as DSSE envelope."""
         signature = self._private.sign(signed_message(payload_of(digest)))
         return envelope_of(digest, self.public_key, signature)
+
+
+def _is_public(path: Path) -> bool:
+    """Whether a file holds a public key in PEM."""
+    try:
+        with path.open("rb") as file:
+            return b"-----BEGIN PUBLIC KEY-----" in file.read(KEY_FILE_BYTES_MAX)
+    except OSError:
+        return False
 
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:
@@ -178,8 +192,12 @@ class TrustFile:
     def _take(self, found: _Content | None) -> None:
         if found is None:
             return
-        document = parse(found.data, where="trust")
-        self._policy = read_policy(document, parse_time=seconds_of_rfc3339)
+        try:
+            document = parse(found.data, where="trust")
+            self._policy = read_policy(document, parse_time=seconds_of_rfc3339)
+        except InvalidField as error:
+            where = f"in the trust file {self._path}: {error.remedy}"
+            raise InvalidField(error.field, error.value, where) from error
         self._seen = found.seen
 
     def _tell(self, doubt: str) -> None:

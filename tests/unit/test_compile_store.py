@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from readyplane.core.compile_key import key_digest
-from readyplane.core.errors import IdentityMismatch, InvalidField, Unavailable
-from readyplane.core.identity import canonical
+from readyplane.core.errors import BytesMissing, IdentityMismatch, InvalidField, Unavailable
+from readyplane.core.identity import ArtifactKind, Manifest, canonical
+from readyplane.kit.clock import SystemClock
+from readyplane_agent import compile_publish
 from readyplane_agent.compile_archive import Index, Listed, pack, read_index, unpack
 from readyplane_agent.compile_store import CompileStore
+from readyplane_agent.reading import Reader
 
 KEY = {"driver": "560", "tp": "1"}
 FILES = {"a/kernel.cubin": b"\1" * 3000, "a/b/meta.json": b"{}", "top": b"x" * 100}
@@ -251,3 +254,51 @@ def test_a_hash_is_of_the_whole_file(tmp_path: Path) -> None:
     _, index = packed(tmp_path)
     for entry in index.files:
         assert entry.sha256 == "sha256:" + hashlib.sha256(FILES[entry.path]).hexdigest()
+
+
+class RottenRegistry:
+    """Says at the first publications that what was stored had rotted."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.published = 0
+
+    async def publish_manifest(self, document: object) -> tuple[str, bool]:
+        self.published += 1
+        if self.published <= self.times:
+            raise BytesMissing("code.tar", ["were wrong and are taken out"], "upload them again")
+        return "sha256:" + "1" * 64, True
+
+    async def set_tag(self, name: str, digest: str, *, expected_digest: str = "") -> None:
+        self.tagged = (name, digest)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+async def test_bytes_that_had_rotted_are_sent_once_more(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a person's publish does; once, and then it is said."""
+    sent: list[str] = []
+    monkeypatch.setattr(compile_publish, "put", lambda _u, entry, _p, _t: sent.append(entry.path))
+    (tmp_path / "code.tar").write_bytes(b"x" * 100)
+    entry = compile_publish.file_entry("code.tar", tmp_path / "code.tar")
+    manifest = Manifest(ArtifactKind.COMPILE, "demo", (entry,))
+    registry = RottenRegistry(times)
+    publisher = compile_publish.CompileBytes(
+        store(tmp_path / "s"),
+        registry=registry,  # type: ignore[arg-type]  # what a publication needs of it
+        clock=SystemClock(),
+        reader=Reader("w", "w-1", "n"),
+        upload="http://127.0.0.1:1/v1/blobs/sha256",
+        vouch=None,  # type: ignore[arg-type]  # nothing is fetched
+    )
+    paths = {"code.tar": tmp_path / "code.tar"}
+    if times < compile_publish.PUBLISH_TRIES:
+        assert await publisher.offer("compile/x", manifest, paths) == (
+            "published",
+            "sha256:" + "1" * 64,
+        )
+    else:
+        with pytest.raises(BytesMissing):
+            await publisher.offer("compile/x", manifest, paths)
+    assert len(sent) == registry.published == min(times + 1, compile_publish.PUBLISH_TRIES)

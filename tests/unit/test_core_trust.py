@@ -272,3 +272,29 @@ def test_keys_are_kept_apart_and_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(InvalidField):
         SigningKey.new(tmp_path / "no" / "k.pem")
     assert payload_of(DIGEST) != payload_of(OTHER)
+
+
+def test_what_is_wrong_with_a_trust_file_names_its_path(tmp_path: Path) -> None:
+    """Several files may be meant: registry and agents have each their own."""
+    file = tmp_path / "trust.json"
+    for spoil in (
+        "{",
+        '{"schema": "other"}',
+        json.dumps(trust_document(default={"mode": "maybe"})),
+    ):
+        file.write_text(spoil)
+        with pytest.raises(InvalidField) as caught:
+            TrustFile(file)
+        assert str(file) in str(caught.value) and str(file) in caught.value.remedy
+
+
+def test_a_public_key_does_not_sign_and_the_private_one_is_named(tmp_path: Path) -> None:
+    private = tmp_path / "release.pem"
+    SigningKey.new(private)
+    public = tmp_path / "release.pem.pub"
+    with pytest.raises(InvalidField, match="public half") as caught:
+        SigningKey.read(public)
+    assert caught.value.remedy.endswith(f"here {private}")
+    private.rename(tmp_path / "elsewhere.pem")
+    with pytest.raises(InvalidField, match=r"sign with the private key$"):
+        SigningKey.read(public)

@@ -281,6 +281,29 @@ def test_equal_names_and_sizes_with_other_bytes_are_another_artifact(tmp_path: P
     assert one.digest != two.digest
 
 
+@pytest.mark.parametrize(
+    ("eos", "answer", "given", "told"),
+    [
+        (7, (3, 7), {}, True),
+        ([5, 7], (3, 7), {}, True),
+        (7, (7, 3), {}, None),
+        (None, (9,), {}, None),
+        (None, (9, 3), {}, True),  # as the folder says itself
+        (7, (3, 7), {"canary_ends": False}, False),
+    ],
+)
+def test_a_known_answer_that_ends_by_itself_is_said_to(
+    tmp_path: Path, eos: Any, answer: tuple[int, ...], given: dict[str, Any], told: bool | None
+) -> None:
+    """Its last token is one that ends an answer, so an engine that goes on is told from others."""
+    folder = model_folder(tmp_path / "m")
+    config = {**given} if eos is None else {"eos_token_id": eos, **given}
+    manifest, *_ = build_manifest(
+        folder, model="m", facts=Facts(config=config, canary=Canary((1, 2), answer))
+    )
+    assert manifest.config.get("canary_ends") is told
+
+
 def test_given_facts_win_and_the_canary_is_worked_out_last(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     asked: list[Manifest] = []

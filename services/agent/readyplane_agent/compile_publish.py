@@ -17,7 +17,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from readyplane.core.compile_key import ABSENT, CompileKey
-from readyplane.core.errors import Conflict, InvalidField, NotFound, Refused, Unavailable
+from readyplane.core.errors import (
+    BytesMissing,
+    Conflict,
+    InvalidField,
+    NotFound,
+    Refused,
+    Unavailable,
+)
 from readyplane.core.identity import (
     CHUNK_BYTES_DEFAULT,
     ArtifactKind,
@@ -37,6 +44,8 @@ from readyplane_agent.reading import Reader
 from readyplane_agent.trace import StartTrace
 
 log = logging.getLogger("agent.compile")
+
+PUBLISH_TRIES = 2
 
 FETCH_LIMIT_S = 100.0
 UPLOAD_LIMIT_S = 120.0
@@ -169,9 +178,7 @@ class CompileBytes:
         """
         if not self._upload:
             return "node_only", ""
-        for entry in manifest.files:
-            await asyncio.to_thread(put, self._upload, entry, paths[entry.path], self._token)
-        digest, _ = await self._registry.publish_manifest(manifest.document())
+        digest = await self._published(manifest, paths)
         try:
             await self._registry.set_tag(tag, digest)
         except Conflict as error:
@@ -181,6 +188,21 @@ class CompileBytes:
             # What it points at was withdrawn: ours takes its place.
             await self._registry.set_tag(tag, digest, expected_digest=str(error.found))
         return "published", digest
+
+    async def _published(self, manifest: Manifest, paths: Mapping[str, Path]) -> str:
+        """Upload and publish; what was stored before and had rotted is sent once more."""
+        for attempt in range(1, PUBLISH_TRIES + 1):
+            for entry in manifest.files:
+                await asyncio.to_thread(put, self._upload, entry, paths[entry.path], self._token)
+            try:
+                digest, _ = await self._registry.publish_manifest(manifest.document())
+            except BytesMissing as error:
+                if attempt == PUBLISH_TRIES:
+                    raise
+                log.warning("%s: sent again", error)
+            else:
+                return digest
+        raise AssertionError(PUBLISH_TRIES)
 
 
 def manifest_of(archive: Path, index: Path, key: CompileKey, about: Manifest) -> Manifest:

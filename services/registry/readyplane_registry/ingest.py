@@ -364,7 +364,16 @@ def manifest_of(
     if canary is None:
         return manifest
     told = {name: list(tokens) for name, tokens in asdict(canary).items()}
-    return Manifest.from_document({**manifest.document(), "canary": told})
+    known = dict(manifest.config)
+    if "canary_ends" not in known and canary.golden_token_ids[-1] in _eos_of(known):
+        known["canary_ends"] = True
+    return Manifest.from_document({**manifest.document(), "config": known, "canary": told})
+
+
+def _eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens that end an answer; models have one or a list of them."""
+    told = config.get("eos_token_id")
+    return tuple(told) if isinstance(told, list | tuple) else () if told is None else (told,)
 
 
 @contextlib.contextmanager
