@@ -28,6 +28,7 @@ import asyncio
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ from bench.startup_cells import (
     widest_gap,
 )
 from bench.startup_site import Engine, NotStarted, Site, site_of, standby_missing
-from readyplane.core.errors import InvalidField, ReadyplaneError
+from readyplane.core.errors import ReadyplaneError
 from readyplane_lab.up.demo_model import make_demo_model
 from readyplane_lab.up.real_engine import find_engine
 from readyplane_registry.ingest import Facts
@@ -164,7 +165,7 @@ async def run(folder: Path, given: argparse.Namespace) -> dict[str, Figures]:
             cells = (matrix if whole else essential)(sizes_kv=engine.sizes_kv)
             async with site_of(folder / name, model, facts, engine) as site:
                 figures = await measure(site, cells, repeats=given.repeats, seed=given.seed)
-        except (InvalidField, NotStarted) as error:
+        except (ReadyplaneError, NotStarted) as error:
             print(f"{name}: not run: {error}", flush=True)
             continue
         report(name, figures, cells)
@@ -195,6 +196,8 @@ def main() -> int:
     if given.quick:
         given.engines = MODELLED
         print(f"{VLLM}: not run: --quick", flush=True)
+    # Asked to end, it ends what it has started, as with Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="readyplane-startup-") as folder:
         found = asyncio.run(run(Path(folder), given))
     print(line("bench-startup-modelled", found.get(MODELLED)))

@@ -23,6 +23,7 @@ from pathlib import Path
 from bench.own_services import Own, own_services
 from bench.startup_cells import EAGER, FULL, HIT, LOCAL, REUSED, Cell, Taken
 from readyplane.client import RegistryClient, RouterClient
+from readyplane.core.errors import Unavailable
 from readyplane.core.identity import ArtifactKind
 from readyplane.core.startup import LATER, Segment, SegmentName, critical_path
 from readyplane.core.worker import Worker, WorkerState
@@ -187,7 +188,7 @@ class Site:
         """The worker in this state; a ready one once it has told all of its segments."""
         until_s = self.clock.monotonic_s() + self.engine.limit_s
         while True:
-            worker = (await self.router.list_workers(MODEL)).workers.get(name)
+            worker = await self._worker(name)
             if worker is not None and worker.state is state:
                 told = worker.progress is not None and bool(worker.progress.segments)
                 if state is WorkerState.STANDBY or (told and _whole(worker)):
@@ -197,6 +198,13 @@ class Site:
                 how = "ended" if ended else f"was not {state} within {self.engine.limit_s:.0f} s"
                 raise NotStarted(f"{name} {how}:\n{self.own.table.log_tail(name)}")
             await asyncio.sleep(POLL_S)
+
+    async def _worker(self, name: str) -> Worker | None:
+        """None while the router does not know it, or is too late to say so."""
+        try:
+            return (await self.router.list_workers(MODEL)).workers.get(name)
+        except Unavailable:
+            return None
 
 
 def _whole(worker: Worker) -> bool:
