@@ -222,6 +222,19 @@ async def test_a_peer_that_answers_otherwise_speaks_against_this_worker() -> Non
     assert check.evidence["outbound"] is False and check.evidence["inbound"] is True
 
 
+async def test_an_engine_that_cannot_read_its_own_kv_is_proved_by_a_peer_or_not_at_all() -> None:
+    async def by(*peers: TwinEngine) -> Any:
+        named: Any = [(f"w{n}", peer) for n, peer in enumerate(peers)]
+        return await probes.kv_connector(TwinEngine(GOLDEN), QUESTION, GOLDEN, named, itself=False)
+
+    good = await by(TwinEngine(GOLDEN))
+    assert good.passed
+    assert good.evidence["detail"] == "self: reads no KV of its own; to w0: ok; from w0: ok"
+    for check in (await by(), await by(Odd("away")), await by(Odd("taints"))):
+        assert not check.passed
+        assert check.evidence["outbound"] is False
+
+
 def test_peers_are_ready_of_the_other_stage_and_fit() -> None:
     def worker(name: str, role: Role, **more: Any) -> Any:
         offer = WorkerOffer(name, f"{name}-i", role, "m", "c")

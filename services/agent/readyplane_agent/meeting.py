@@ -1,8 +1,8 @@
-"""Proof of an engine that answers with another one only: who proves it, and what that shows.
+"""Proof of an engine by another one only: who proves it, and what that shows.
 
 Owns the search for a partner while both may still be starting (an engine that is up tells of itself
-at its agent's `/v1/engine`), and the connector check that is made with one. An engine that answers
-alone has nothing to do with this.
+at its agent's `/v1/engine`), and the connector check that is made with one. Some engines answer with
+another one only (`Meets`), others answer alone and cannot be handed their own KV (`ReadsOthersOnly`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,21 @@ class Meets(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsOthersOnly(Protocol):
+    """An adapter whose engine may be unable to read KV that it holds itself."""
+
+    @property
+    def reads_itself(self) -> bool:
+        """Whether it can be handed its own KV."""
+        ...
+
+
+def reads_itself(engine: EnginePort) -> bool:
+    """Whether a hand-over to itself proves an engine's connector."""
+    return not isinstance(engine, ReadsOthersOnly) or engine.reads_itself
+
+
 def needs_partner(engine: EnginePort) -> bool:
     """Whether this engine answers with another one only."""
     return isinstance(engine, Meets) and engine.meets
@@ -61,7 +76,7 @@ class Facts:
 
 def told(engine: EnginePort) -> str:
     """These facts as JSON; empty while the engine is not up, or where nobody need meet it."""
-    if not needs_partner(engine):
+    if reads_itself(engine) and not needs_partner(engine):
         return ""
     try:
         serving = engine.serving()
@@ -103,8 +118,8 @@ async def partner_for(
         if clock.monotonic_s() > until_s:
             stage = "decode" if role is Role.PREFILL else "prefill"
             raise Unavailable(
-                f"no {stage} worker to be proved with came within {limit_s:.0f} s ({why}); an engine "
-                "of one stage that meets others answers nobody alone",
+                f"no {stage} worker to be proved with came within {limit_s:.0f} s ({why}); its "
+                "engine cannot be proved alone",
                 f"order a {stage} worker, or raise --start-limit-s",
             )
         await clock.sleep(LOOK_EVERY_S)

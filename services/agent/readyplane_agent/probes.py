@@ -381,17 +381,20 @@ async def kv_connector(
     question: Question,
     expected: Sequence[int],
     peers: Sequence[tuple[str, OpenAiEngine]],
+    *,
+    itself: bool = True,
 ) -> CheckResult:
     """Hand KV over, to ourselves and with a peer in both directions, and compare the answers.
 
     Args:
         expected: the answer computed without a hand-over. peers: (worker id, its engine).
+        itself: the engine can read its own KV; else a peer has to prove both directions.
 
     An unreachable peer is its own affair and only noted; one that is reached and refuses, or
     answers otherwise, speaks against this worker.
     """
-    alone = asyncio.create_task(_handover(engine, engine, question, expected))
-    outward = homeward = True
+    alone = asyncio.create_task(_handover(engine, engine, question, expected)) if itself else None
+    outward = homeward = itself
     told: list[str] = []
     for worker_id, peer in peers:
         (out, note_out), (back, note_back) = await asyncio.gather(
@@ -405,7 +408,7 @@ async def kv_connector(
             continue
         outward, homeward = out, back
         break
-    own, note = await alone
+    own, note = (True, "reads no KV of its own") if alone is None else await alone
     outbound, inbound = own is True and outward, own is True and homeward
     notes = [f"self: {note}", *told]
     detail = "; ".join(notes)

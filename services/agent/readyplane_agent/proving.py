@@ -21,6 +21,7 @@ from readyplane_agent import basics, meeting, probes
 from readyplane_agent.engines.choice import client_of, ordered_kv_tokens
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort
+from readyplane_agent.engines.sglang_client import Partner
 from readyplane_agent.patience import Patient
 from readyplane_agent.settings import AgentSettings
 
@@ -87,7 +88,10 @@ class Proving:
         """An engine that answers with another one only is proved with one."""
         if not isinstance(self._engine, meeting.Meets) or not self._engine.meets:
             return
-        partner = await meeting.partner_for(
+        self._engine.meet(await self._partner(serving))
+
+    async def _partner(self, serving: Serving) -> Partner:
+        return await meeting.partner_for(
             lambda: self._patient(lambda: self._router.list_workers(self._s.model)),
             worker_id=self._s.worker_id,
             role=self._started.role,
@@ -96,7 +100,6 @@ class Proving:
             limit_s=self._s.start_limit_s,
             token=self._s.token,
         )
-        self._engine.meet(partner)
 
     async def _amended(
         self, checks: list[CheckResult], serving: Serving, question: probes.Question
@@ -136,6 +139,11 @@ class Proving:
         if serving.kv.connector in NO_CONNECTOR:
             evidence = {"outbound": False, "inbound": False, "detail": "it has no KV connector"}
             return CheckResult(gc.KV_CONNECTOR, True, evidence, "it serves both stages alone")
+        if not meeting.reads_itself(self._engine):
+            partner = await self._partner(serving)
+            peer = OpenAiEngine(partner.url, model=self._s.model)
+            peers = [(partner.name, peer)]
+            return await probes.kv_connector(self._engine, question, expected, peers, itself=False)
         fleet = await self._patient(lambda: self._router.list_workers(self._s.model))
         peers = [
             (w.worker_id, OpenAiEngine(w.serving.engine_url, model=self._s.model))

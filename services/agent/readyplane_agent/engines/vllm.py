@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from readyplane.core.errors import InvalidField, Unavailable
+from readyplane.core.errors import InvalidField, ReadyplaneError, Unavailable
 from readyplane.core.identity import KvFormat
 from readyplane.core.kv import KvEventBatch
 from readyplane.core.startup import Segment
@@ -250,6 +250,19 @@ class VllmEngine(AttachedEngine):
             up_s=self._up_s,
             stood_by_s=self._stood_by_s,
         )
+
+    @property
+    def reads_itself(self) -> bool:
+        """False: its connector refuses to register its own engine id as a remote one."""
+        return False
+
+    async def is_idle(self) -> bool:
+        """No sequence and no KV block in use: one that waits for its reader is no sequence to vLLM."""
+        try:
+            load = await self._client.load()
+        except ReadyplaneError:
+            return False
+        return load.running == 0 and load.waiting == 0 and load.kv_used_blocks == 0
 
     def facts(self) -> Mapping[str, Any]:
         """What the engine told of its KV pool and formats (`vllm_hooks.facts_of`)."""

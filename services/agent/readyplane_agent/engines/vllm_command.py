@@ -29,6 +29,7 @@ BLOCK_SIZES = {"cpu": 128}
 BLOCK_SIZE = 16
 # vLLM's server gives its engine ten minutes; ours may wait for verified weights for longer.
 ENGINE_READY_LIMIT_S = 7200
+TABLE_LIMIT_S = 5  # where the weights are said to be there already
 
 
 def find_program(given: Path | None, environ: Mapping[str, str]) -> Path:
@@ -88,6 +89,7 @@ def loader_words(spec: EngineSpec) -> list[str]:
         "arena": str(spec.arena_path),
         "tensor_table": str(spec.tensor_table_path),
         "manifest_digest": spec.manifest_digest,
+        "wait_s": ENGINE_READY_LIMIT_S if spec.wait_weights else TABLE_LIMIT_S,
     }
     return ["--load-format", LOAD_FORMAT, "--model-loader-extra-config", json.dumps(order)]
 
@@ -121,6 +123,7 @@ def command(
         *loader_words(spec),
         *("--kv-events-config", json.dumps(events)),
         *("--kv-transfer-config", json.dumps(transfer)),
+        "--enable-prompt-tokens-details",  # else nobody is told what a prefix cache saved
     ]
     if spec.mode is StartMode.EAGER:
         words.append("--enforce-eager")
