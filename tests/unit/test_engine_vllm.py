@@ -84,6 +84,7 @@ def test_the_command_line_of_vllm(tmp_path: Path) -> None:
         "arena": str(tmp_path / "arena"),
         "tensor_table": str(tmp_path / "tensors.json"),
         "manifest_digest": DIGEST,
+        "wait_s": 5,
     }
     assert "--enforce-eager" in words
     assert value(words, "--num-gpu-blocks-override") == 7
@@ -94,6 +95,8 @@ def test_a_cpu_hands_kv_over_in_host_memory_and_has_larger_blocks(tmp_path: Path
     order = spec(tmp_path, role=Role.DECODE, kv_tokens=1000)
     words = vllm_command.command(order, model_dir=Path("files"), port=1, ports=(2, 3), device="cpu")
     assert value(words, "--kv-transfer-config")["kv_buffer_device"] == "cpu"
+    waits = vllm_command.loader_words(replace(order, wait_weights=True))
+    assert value(waits, "--model-loader-extra-config")["wait_s"] == 7200
     assert value(words, "--num-gpu-blocks-override") == 8
     for words_given in (("--block-size", "32"), ("--block-size=32",)):
         told = replace(order, extra_args=words_given)
