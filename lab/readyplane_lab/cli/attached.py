@@ -47,8 +47,10 @@ async def attach_engine(where: Where, url: str, flags: dict[str, str]) -> int:
         _check_free(flags["worker-id"], fleet)
         flags["worker-class"] = flags["worker-class"] or class_of(fleet, flags)
         screen.print(
-            f"{flags['worker-id']}: {flags['role']} of {flags['model']}, class "
-            f"{flags['worker-class']}, engine {url}"
+            output.cell(
+                f"{flags['worker-id']}: {flags['role']} of {flags['model']}, class "
+                f"{flags['worker-class']}, engine {url}"
+            )
         )
         with tempfile.TemporaryDirectory(prefix="readyplane-attach-") as folder:
             agent = await start_agent(where, url, flags, Path(folder))
@@ -154,7 +156,7 @@ class Follower:
         with output.console(stderr=True).status("asking for a lease") as status:
             while not ended.done():
                 await asyncio.wait({ended}, timeout=POLL_S)
-                status.update(await self._look())
+                status.update(output.cell(await self._look()))
         code = ended.result()
         if self._stops:
             left = code == AGENT_LEFT
@@ -188,7 +190,7 @@ class Follower:
             self._admitted = True
             self._screen.print(checks_table(found))
             self._screen.print(
-                f"[green]admitted[/green]: {self._worker_id} is routable; Ctrl-C drains it"
+                f"[green]admitted[/green]: {output.cell(self._worker_id)} is routable; Ctrl-C drains it"
             )
         if state == "draining" or self._stops:
             return f"draining, {found.active} requests are finishing (Ctrl-C again ends at once)"
@@ -226,7 +228,11 @@ def checks_table(worker: Worker) -> Table:
 
     made = output.table("check of the ready gate", "verdict", "evidence")
     for check in worker.checks:
-        made.add_row(check.name, _verdict(check), escape(check.reason or _evidence(check.evidence)))
+        made.add_row(
+            output.cell(check.name),
+            _verdict(check),
+            escape(check.reason or _evidence(check.evidence)),
+        )
     return made
 
 

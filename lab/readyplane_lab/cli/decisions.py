@@ -72,7 +72,7 @@ def decisions_table(found: Sequence[Mapping[str, Any]]) -> Table:
         changed = bool(decision.get("changes"))
         what = escape(decision.get("summary", ""))
         made.add_row(
-            decision["decision_id"],
+            output.cell(decision["decision_id"]),
             output.moment(decision.get("at_s")),
             (f"[bold]{what}[/bold]" if changed else what)
             + (f"\n[dim]{escape(why)}[/dim]" if changed and why else ""),
@@ -169,19 +169,21 @@ def show_replay(screen: Console, found: Mapping[str, Any]) -> None:
     """The comparison for a person."""
     from rich.markup import escape
 
-    screen.print(f"[bold]{found['decision_id']}[/bold]  {escape(found['summary'])}")
+    screen.print(f"[bold]{output.cell(found['decision_id'])}[/bold]  {escape(found['summary'])}")
     if found["same"]:
         screen.print("the same brain on the recorded inputs gives the same decision")
     else:
         made = output.table("field", "recorded", "replayed", fixed=("field",))
         for each in found["differences"]:
             made.add_row(
-                each["field"], escape(str(each["recorded"])), escape(str(each["replayed"]))
+                output.cell(each["field"]),
+                escape(str(each["recorded"])),
+                escape(str(each["replayed"])),
             )
         screen.print(made)
     if found["unrecorded"]:
         screen.print(
-            f"[dim]not recorded by the planner that wrote it: {', '.join(found['unrecorded'])}[/dim]"
+            f"[dim]not recorded by the planner that wrote it: {output.cell(', '.join(found['unrecorded']))}[/dim]"
         )
 
 
@@ -204,12 +206,16 @@ def show_explanation(screen: Console, found: Mapping[str, Any]) -> None:
     from readyplane_planner.explain import candidate_lines, expectation_lines, outcome_text
 
     decision = found["decision"]
-    screen.print(f"[bold]{found['decision_id']}[/bold]  {output.moment(found['at_s'])}")
+    screen.print(
+        f"[bold]{output.cell(found['decision_id'])}[/bold]  {output.moment(found['at_s'])}"
+    )
     screen.print(f"{escape(found['summary'])}  (policy version {found['policy_version']})\n")
     screen.print("[bold]why[/bold]")
     for reason in decision.get("reasons", ()):
         pool = f"{reason['pool']}: " if reason.get("pool") else ""
-        screen.print(f"  {escape(pool + reason['text'])} [dim]\\[{reason['code']}][/dim]")
+        screen.print(
+            f"  {escape(pool + reason['text'])} [dim]\\[{output.cell(reason['code'])}][/dim]"
+        )
     _show_lines(screen, "weighed", candidate_lines(decision))
     _show_lines(screen, "expected", expectation_lines(decision))
     for start in found["starts"]:
@@ -217,12 +223,15 @@ def show_explanation(screen: Console, found: Mapping[str, Any]) -> None:
     for drain in found["drains"]:
         took = _after(drain["after_s"]) or output.NOT_KNOWN
         screen.print(
-            f"\n[bold]{drain['worker_id']}[/bold] ({drain['pool']}): {drain['status']}; {took}"
+            f"\n[bold]{output.cell(drain['worker_id'])}[/bold] ({output.cell(drain['pool'])}): "
+            f"{output.cell(drain['status'])}; {output.cell(took)}"
         )
         if drain.get("note"):
             screen.print(f"  {escape(drain['note'])}")
     for release in found["releases"]:
-        screen.print(f"\n[bold]{release['worker_id']}[/bold] released: {escape(release['why'])}")
+        screen.print(
+            f"\n[bold]{output.cell(release['worker_id'])}[/bold] released: {escape(release['why'])}"
+        )
     if moments := found.get("timeline"):
         screen.print()
         screen.print(timeline_table(moments))
@@ -256,8 +265,8 @@ def timeline_table(moments: Sequence[Mapping[str, Any]]) -> Table:
     for moment in moments:
         made.add_row(
             output.seconds(moment["after_s"], 1),
-            moment["who"],
-            moment["worker_id"],
+            output.cell(moment["who"]),
+            output.cell(moment["worker_id"]),
             escape(moment["what"]),
             "" if moment["took_s"] is None else output.seconds(moment["took_s"]),
             f"[dim]{escape(moment['note'])}[/dim]" if moment["note"] else "",
@@ -271,8 +280,8 @@ def _show_start(screen: Console, start: Mapping[str, Any]) -> None:
     took = _after(start["after_s"]) or "not ordered yet"
     tier = f", weights from {start['tier']}" if start.get("tier") else ""
     screen.print(
-        f"\n[bold]{start['worker_id']}[/bold] ({start['pool']}): {start['status']}{tier}\n"
-        f"  after the decision: {took}"
+        f"\n[bold]{output.cell(start['worker_id'])}[/bold] ({output.cell(start['pool'])}): "
+        f"{output.cell(start['status'] + tier)}\n  after the decision: {output.cell(took)}"
     )
     if start.get("note"):
         screen.print(f"  [red]{escape(start['note'])}[/red]")
@@ -304,7 +313,7 @@ def segments_table(start: Mapping[str, Any]) -> Table:
         if segment["modelled"]:
             modelled.add(segment["name"])
     for name, parts in sorted(spans.items(), key=lambda item: min(item[1])):
-        label = f"{name} (modelled)" if name in modelled else name
+        label = output.cell(f"{name} (modelled)" if name in modelled else name)
         if name == start["blocking_segment"]:
             label = f"[cyan]{label}, waiting[/cyan]"
         elif name == start["dominant_segment"]:

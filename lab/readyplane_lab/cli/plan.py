@@ -123,7 +123,9 @@ def show_what_if(screen: Console, found: Mapping[str, Any]) -> None:
     screen.print("\n[bold]why[/bold]")
     for reason in found["what_if"]["reasons"]:
         pool = f"{reason['pool']}: " if reason.get("pool") else ""
-        screen.print(f"  {escape(pool + reason['text'])} [dim]\\[{reason['code']}][/dim]")
+        screen.print(
+            f"  {escape(pool + reason['text'])} [dim]\\[{output.cell(reason['code'])}][/dim]"
+        )
     for title, lines in (
         ("weighed", candidate_lines(found["what_if"])),
         ("expected", expectation_lines(found["what_if"])),

@@ -91,7 +91,11 @@ def list_(json: Json = False) -> None:
     for p in found:
         measured = "yes" if p.measured else "no: conservative assumptions"
         made.add_row(
-            p.name, p.worker_class, str(p.gpus), output.number(p.kv_capacity_tokens), measured
+            output.cell(p.name),
+            output.cell(p.worker_class),
+            str(p.gpus),
+            output.number(p.kv_capacity_tokens),
+            measured,
         )
     output.console().print(made)
 
@@ -135,7 +139,8 @@ def _tell(profile: ClassProfile, *, itl_ms: float, plot: bool, json: bool) -> No
         return
     screen = output.console()
     screen.print(
-        f"[bold]{profile.name}[/bold]: class {profile.worker_class}, GPUs a worker {profile.gpus}"
+        f"[bold]{output.cell(profile.name)}[/bold]: class {output.cell(profile.worker_class)}, "
+        f"GPUs a worker {profile.gpus}"
     )
     screen.print(f"source     {profile.source}", markup=False)
     screen.print(
@@ -171,7 +176,7 @@ def _tell(profile: ClassProfile, *, itl_ms: float, plot: bool, json: bool) -> No
             f"% at worst, of {row['held_out']} points that were held out ({row['points']} in all)"
         )
     for doubt in facts["doubts"]:
-        screen.print(f"[yellow]doubt[/yellow]      {doubt}")
+        screen.print(f"[yellow]doubt[/yellow]      {output.cell(doubt)}")
     if plot:
         print()
         print("\n".join(plots(profile)))

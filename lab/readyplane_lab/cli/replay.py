@@ -231,7 +231,7 @@ def show_report(screen: Console, report: Mapping[str, Any], *, simulated_s: floa
     """The report for a person."""
     slo = report["policy"]["slo"]
     outcomes = ", ".join(f"{count:,} {name}" for name, count in report["outcomes"].items())
-    screen.print(f"[bold]{report['workload']}[/bold], seed {report['seed']}")
+    screen.print(f"[bold]{output.cell(report['workload'])}[/bold], seed {report['seed']}")
     screen.print(
         f"{report['virtual_s']:,.0f} virtual seconds in {simulated_s:.1f} s; "
         f"{report['requests']:,} requests: {outcomes}"

@@ -194,10 +194,10 @@ def show_pair(screen: Console, pair: Pair, shape: RequestShape) -> None:
     told: Mapping[str, Any] = pair.explanation or {}
     slo = told.get("slo") or {}
     screen.print(
-        f"{shape.isl:,} prompt tokens for [bold]{shape.model}[/bold] would go to\n"
-        f"  prefill [bold]{pair.prefill.worker_id}[/bold]"
+        f"{shape.isl:,} prompt tokens for [bold]{output.cell(shape.model)}[/bold] would go to\n"
+        f"  prefill [bold]{output.cell(pair.prefill.worker_id)}[/bold]"
         f" ({pair.prefill.cached_tokens:,} tokens cached there)\n"
-        f"  decode  [bold]{pair.decode.worker_id}[/bold]"
+        f"  decode  [bold]{output.cell(pair.decode.worker_id)}[/bold]"
         f" ({pair.decode.cached_tokens:,} tokens cached there)"
         + (", the same worker: nothing is handed over" if pair.local else "")
     )
@@ -217,12 +217,12 @@ def show_pair(screen: Console, pair: Pair, shape: RequestShape) -> None:
     if excluded:
         made = output.table("not considered", "why not", fixed=("not considered",))
         for name, why in excluded.items():
-            made.add_row(name, why)
+            made.add_row(output.cell(name), output.cell(why))
         screen.print(made)
 
 
 def _terms(pairs: Sequence[Mapping[str, Any]]) -> Table:
-    names = [f"{p['prefill']}\n{p['decode']}" for p in pairs]
+    names = [f"{output.cell(p['prefill'])}\n{output.cell(p['decode'])}" for p in pairs]
     made = output.table("prefill\ndecode", *names, right=names)
     for key, label in (
         ("prefill_cached_tokens", "cached at P, tokens"),

@@ -30,7 +30,7 @@ def show_group(screen: Console, group: StartGroup) -> None:
         f"[bold]{escape(group.name)}[/bold]: {group.count} starts, T_ready "
         f"P50 {output.seconds(group.p50_s)}, P90 {output.seconds(group.p90_s)}, "
         f"P99 {output.seconds(group.p99_s)}\n"
-        f"longest on average: [bold]{group.dominant}[/bold] {output.seconds(seconds)}{modelled} "
+        f"longest on average: [bold]{output.cell(group.dominant)}[/bold] {output.seconds(seconds)}{modelled} "
         f"of {output.seconds(group.mean_s)}; unexplained {output.seconds(group.unexplained_s)} "
         f"({output.share(share)})\n"
         f"{weights_line(group)}"
@@ -56,11 +56,11 @@ def weights_line(group: StartGroup) -> str:
 
 def difference_table(first: StartGroup, second: StartGroup, found: Sequence[Any]) -> Table:
     """Two groups, segment by segment."""
-    columns = ("segment", first.name, second.name, "saved")
+    columns = ("segment", output.cell(first.name), output.cell(second.name), "saved")
     made = output.table(*columns, right=columns[1:], title="mean exclusive seconds")
     for each in found:
         made.add_row(
-            each.segment,
+            output.cell(each.segment),
             output.seconds(each.first_s),
             output.seconds(each.second_s),
             output.seconds(each.saved_s),
@@ -85,7 +85,7 @@ def failures_table(found: Sequence[Failures]) -> Table:
     )
     for each in found[:FAILURES_SHOWN_MAX]:
         kind = ", ".join(word or "?" for word in (each.worker_class, each.mode))
-        made.add_row(str(each.count), escape(kind), each.ended_in, escape(each.error))
+        made.add_row(str(each.count), escape(kind), output.cell(each.ended_in), escape(each.error))
     more = len(found) - FAILURES_SHOWN_MAX
     if more > 0:
         made.caption = f"and {more} more kinds (--json shows all)"

@@ -44,7 +44,7 @@ def info(
         facts = trace_document(read_trace(file, limit=limit))
     screen = output.console()
     rates, prefix = facts["rate"], facts["prefix"]
-    screen.print(f"[bold]{facts['name']}[/bold]: {facts['format']} trace")
+    screen.print(f"[bold]{output.cell(facts['name'])}[/bold]: {facts['format']} trace")
     screen.print(f"requests   {facts['requests']:,} in {_span(facts['span_s'])}")
     peak = rates["peak_minute_rps"]
     screen.print(
@@ -63,7 +63,7 @@ def info(
             f"(an endless cache, whole blocks)"
         )
     if facts["note"]:
-        screen.print(f"note       {facts['note']}")
+        screen.print(f"note       {output.cell(facts['note'])}")
     made = output.table("tokens", *_columns(), right=_columns())
     for key, label in (("isl", "prompt (ISL)"), ("osl", "answer (OSL)")):
         made.add_row(label, *(f"{facts[key][column]:,.0f}" for column in _columns()))

@@ -133,7 +133,7 @@ def show_versus(screen: Console, document: Mapping[str, Any]) -> None:
     """The comparison for a person."""
     slo = document["slo"]
     screen.print(
-        f"[bold]{document['workload']}[/bold], seed {document['seed']}: "
+        f"[bold]{output.cell(document['workload'])}[/bold], seed {document['seed']}: "
         f"{document['requests']:,} requests in {document['span_s']:,.0f} virtual seconds, "
         f"T_ready {document['t_ready_s']:g} s, at its peak {document['peak_workers']:g} workers"
     )
@@ -150,7 +150,7 @@ def show_versus(screen: Console, document: Mapping[str, Any]) -> None:
     for label, run in document["runs"].items():
         scores = run["scores"]
         made.add_row(
-            label,
+            output.cell(label),
             f"{scores['attainment']:.2%}",
             f"{scores['gpu_hours']:.2f}",
             output.seconds(scores["ttft_p99_s"], 3),
@@ -162,7 +162,9 @@ def show_versus(screen: Console, document: Mapping[str, Any]) -> None:
     screen.print(made)
     screen.print(f"attained: TTFT ≤ {slo['ttft_s']:g} s and TPOT ≤ {slo['tpot_s']:g} s")
     if document["expected"]:
-        screen.print(f"expected: {document['expected']}")
+        screen.print(f"expected: {output.cell(document['expected'])}")
     for label, run in document["runs"].items():
         for why in run["unexpected"]:
-            screen.print(f"[yellow]not as expected[/yellow] ({label}): {why}")
+            screen.print(
+                f"[yellow]not as expected[/yellow] ({output.cell(label)}): {output.cell(why)}"
+            )

@@ -124,11 +124,11 @@ async def _one(where: Where, given: str, *, as_json: bool) -> None:
     screen = output.console()
     row = worker_row(found)
     screen.print(
-        f"[bold]{found.worker_id}[/bold]  {row['role']}  {row['state']}  epoch {found.epoch}"
+        f"[bold]{output.cell(found.worker_id)}[/bold]  {row['role']}  {row['state']}  epoch {found.epoch}"
     )
     for name in ("failure", "drain_reason"):
         if row[name]:
-            screen.print(f"[red]{row[name]}[/red]", markup=True)
+            screen.print(f"[red]{output.cell(row[name])}[/red]")
     if row["ranks"]:
         screen.print(ranks_table(row["ranks"]))
     screen.print(checks_table(check_documents(found)))
@@ -149,7 +149,7 @@ def ranks_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
         size = None if rank["bytes"] is None else rank["bytes"] / 1e6
         made.add_row(
             str(rank["rank"]),
-            rank["step"] or output.NOT_KNOWN,
+            output.cell(rank["step"] or output.NOT_KNOWN),
             output.number(rank["tensors"]),
             output.NOT_KNOWN if size is None else f"{size:.1f}",
         )
@@ -165,7 +165,7 @@ def checks_table(checks: Sequence[Mapping[str, Any]]) -> Table:
         told = ", ".join(f"{k}: {_cut(str(v))}" for k, v in check["evidence"].items())
         why = f"[red]{escape(check['reason'])}[/red]\n" if not check["passed"] else ""
         made.add_row(
-            check["name"],
+            output.cell(check["name"]),
             "[green]passed[/green]" if check["passed"] else "[red]failed[/red]",
             why + f"[dim]{escape(told)}[/dim]",
         )
@@ -345,7 +345,8 @@ def fleet_table(document: Mapping[str, Any]) -> Table:
     for row in rows:
         made.add_row(*_cells(row, differing))
     same = [
-        f"{_title(key)} {next((r[key] for r in rows if r[key] is not None), output.NOT_KNOWN)}"
+        f"{_title(key)} "
+        + output.cell(str(next((r[key] for r in rows if r[key] is not None), output.NOT_KNOWN)))
         for key in SAME
         if key not in differing
     ]
@@ -366,27 +367,31 @@ def _cells(row: Mapping[str, Any], differing: Sequence[str]) -> list[str]:
         row["state"], "cyan"
     )
     if row["blocking_segment"]:
-        segment = f"waits in {row['blocking_segment']}"
+        segment = f"waits in {output.cell(row['blocking_segment'])}"
     elif row["dominant_segment"]:
-        segment = f"{row['dominant_segment']} {output.seconds(row['dominant_s'], 1)}"
+        segment = f"{output.cell(row['dominant_segment'])} {output.seconds(row['dominant_s'], 1)}"
     else:
         segment = output.NOT_KNOWN
     if row["ranks"] and row["state"] in STARTING:
         segment += f", {_ranks_up(row['ranks'])}"
     if row["failure"]:
-        segment = f"[red]{row['failure']}[/red]"
+        segment = f"[red]{output.cell(row['failure'])}[/red]"
     took = row["t_ready_s"] if row["starting_s"] is None else row["starting_s"]
     return [
-        row["worker_id"],
-        row["role"] + ("+prefill" if row["convertible"] else ""),
-        f"[{colour}]{row['state']}[/{colour}]" + (f" ({row['told']})" if row["told"] else ""),
-        *(str(row[key] if row[key] is not None else output.NOT_KNOWN) for key in differing),
+        output.cell(row["worker_id"]),
+        output.cell(row["role"]) + ("+prefill" if row["convertible"] else ""),
+        f"[{colour}]{row['state']}[/{colour}]"
+        + (f" ({output.cell(row['told'])})" if row["told"] else ""),
+        *(
+            output.cell(str(row[key] if row[key] is not None else output.NOT_KNOWN))
+            for key in differing
+        ),
         str(row["epoch"] or output.NOT_KNOWN),
         output.number(row["active"]),
         output.share(row["kv_usage"]),
         output.seconds(took, 1) + ("…" if row["starting_s"] is not None else ""),
         segment,
-        (row["decision"] or output.NOT_KNOWN).rpartition("-")[2],
+        output.cell((row["decision"] or output.NOT_KNOWN).rpartition("-")[2]),
     ]
 
 
@@ -429,13 +434,15 @@ async def _drain(
         began_s = clock.monotonic_s()
         left = False
         if wait:
-            with output.console(stderr=True).status(f"{worker_id} drains") as status:
+            with output.console(stderr=True).status(f"{output.cell(worker_id)} drains") as status:
                 while not left and clock.monotonic_s() - began_s < deadline_s + WAIT_MORE_S:
                     await clock.sleep(0.25)
                     now = (await living(router)).get(worker_id)
                     left = now is None or now.epoch != drained.epoch
                     if now is not None and not left:
-                        status.update(f"{worker_id} drains, {now.active} requests are finishing")
+                        status.update(
+                            f"{output.cell(worker_id)} drains, {now.active} requests are finishing"
+                        )
     took_s = clock.monotonic_s() - began_s
     if as_json:
         row = worker_row(drained)
