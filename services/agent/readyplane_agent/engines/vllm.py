@@ -47,6 +47,7 @@ from readyplane_agent.engines.vllm_marks import (
 )
 
 POLL_S = 0.05
+UNMARKED_POLL_S = 1.0
 CPU_EVERY_S = 2.0
 CPU_STEP_S = 0.1  # so much more processor time is progress
 MARKS_FILE = "engine-marks.jsonl"
@@ -72,6 +73,7 @@ class VllmEngine(AttachedEngine):
         self._stood_by_s = 0.0
         self._ports: tuple[int, ...] = (0, 0, 0, 0)
         self._cpu: tuple[float, float] = (0.0, 0.0)
+        self._asked_s = 0.0
 
     @property
     def returncode(self) -> int | None:
@@ -174,8 +176,11 @@ class VllmEngine(AttachedEngine):
         gone = self._child.died()
         if gone is not None:
             raise self._explained(gone)
-        if not any(m.name == "engine_up" for m in read_marks(self._marks)):
-            return False  # nobody listens before that: asking would only take its processor time
+        now_s = self._clock.monotonic_s()
+        up = any(m.name == "engine_up" for m in read_marks(self._marks))
+        if not up and now_s - self._asked_s < UNMARKED_POLL_S:
+            return False  # nobody listens before that, in the versions that can be marked
+        self._asked_s = now_s
         try:
             await self._client.get("/health", timeout_s=2.0)
         except (Unavailable, InvalidField):
