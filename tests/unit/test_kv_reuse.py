@@ -9,10 +9,12 @@ import pytest
 
 from readyplane import profiles
 from readyplane.core.compile_key import CompileFacts, absent, compile_key, known, unknown
+from readyplane.core.errors import Unavailable
 from readyplane.core.startup import Segment, SegmentName, StartMode
 from readyplane_agent.engines.modelled import memory
 from readyplane_agent.engines.modelled.settings import parse
 from readyplane_agent.engines.port import EngineSpec
+from readyplane_agent.failed_plans import PLANS_MAX, FailedPlans
 from readyplane_agent.kv_memory import Device, MemoryProbe, container_limit_bytes
 from readyplane_agent.kv_reuse import KvReuse
 from tests.unit.test_compile_cache import FACTS, MODEL, Held, World, world
@@ -48,7 +50,8 @@ def start(world: World, *, device: int = 8 * GIB, taken: int = 0) -> tuple[KvReu
     words = (f"--device-bytes={device}", f"--device-taken-bytes={taken}")
     spec = replace(spec, extra_args=words)
     registry: Any = world.registry
-    return KvReuse(registry=registry, look=MemoryProbe("modelled", {}).look, bytes_of=moves), spec
+    look, failed = MemoryProbe("modelled", {}).look, FailedPlans(world.tmp / "kv-failed.json")
+    return KvReuse(registry=registry, look=look, bytes_of=moves, failed=failed), spec
 
 
 async def life(world: World, **device: int) -> tuple[KvReuse, EngineSpec, str]:
@@ -98,6 +101,64 @@ async def test_a_size_that_the_engine_refuses_is_withdrawn_and_never_tried_again
     assert ("published", "published") in again.counts
     _, given, told = await life(world)
     assert given.kv_reuse_bytes == 0
+
+
+async def test_a_plan_that_failed_is_not_tried_again_where_the_registry_could_not_be_told(
+    world: World,
+) -> None:
+    await life(world)
+    kv, spec = start(world)
+    given, _ = await kv.prepare(spec, MODEL, KEY)
+    assert given.kv_reuse_bytes
+    tell = world.registry.set_tag
+
+    async def away(*_: Any, **__: Any) -> Any:
+        raise Unavailable("the registry is away", "wait")
+
+    world.registry.set_tag = away  # type: ignore[method-assign]
+    await kv.failed()
+    world.registry.set_tag = tell  # type: ignore[method-assign]
+    kv, spec = start(world)
+    given, told = await kv.prepare(spec, MODEL, KEY)
+    assert given.kv_reuse_bytes == 0 and "this plan failed before" in told
+    assert kv.counts == {("refused", "failed"): 1}
+
+
+def test_failed_plans_are_bounded_and_a_torn_file_holds_none(tmp_path: Path) -> None:
+    failed = FailedPlans(tmp_path / "deep" / "kv-failed.json")
+    assert failed.known() == frozenset()
+    for n in range(PLANS_MAX + 3):
+        failed.add(f"sha256:{n}")
+    assert len(failed.known()) == PLANS_MAX and "sha256:2" not in failed.known()
+    (tmp_path / "deep" / "kv-failed.json").write_text("[")
+    assert failed.known() == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("--max-lora-rank=16",), "lora"),
+        (("--enable-lora", "--lora-modules=a=b"), "lora"),
+        (("--mm-encoder-tp-mode=data",), "encoder"),
+        (("--mm-encoder-attn-backend=torch",), "encoder"),
+        (("--language-model-only",), "encoder"),
+    ],
+)
+def test_lora_and_encoder_count_whatever_flag_says_so(
+    world: World, words: tuple[str, ...], field: str
+) -> None:
+    spec = replace(world.start("n1")[1], extra_args=("--device-bytes=1000000", *words))
+    facts, _ = MemoryProbe("modelled", {}).look(spec, MODEL)
+    assert getattr(facts, field) != "none"
+    for word in words:
+        assert word.partition("=")[0] in getattr(facts, field)
+
+
+def test_a_size_of_a_staged_start_holds_for_staged_starts_alone(world: World) -> None:
+    spec = replace(world.start("n1")[1], extra_args=("--device-bytes=1000000",))
+    whole, _ = MemoryProbe("modelled", {}).look(spec, MODEL)
+    staged, _ = MemoryProbe("modelled", {}).look(replace(spec, graph_stages=True), MODEL)
+    assert staged == replace(whole, graph_sizes=f"{whole.graph_sizes}, first stage")
 
 
 async def test_a_start_that_fails_with_a_size_withdraws_it(world: World) -> None:
@@ -169,7 +230,7 @@ def test_a_devices_memory_is_read_with_its_neighbours(world: World) -> None:
     assert free == known(71319 * 2**20)
     words = ("--gpu-memory-utilization", "0.8", "--block-size=32", "--max-loras", "4")
     facts, _ = probe("10, 0, 10").look(spec_of(world, *words), MODEL)
-    assert (facts.memory_share, facts.block_size, facts.lora) == (0.8, 32, "4")
+    assert (facts.memory_share, facts.block_size, facts.lora) == (0.8, 32, "--max-loras=4")
     facts, _ = probe("10, 0, 10").look(spec_of(world, "--block-size", "many"), MODEL)
     assert facts.block_size is None
 

@@ -69,10 +69,12 @@ class MemoryProbe:
             block_size=_whole(given.get("--block-size"), manifest.config.get("block_size", 16)),
             max_batch_tokens=spec.max_batch_tokens,
             max_num_seqs=spec.max_num_seqs,
-            graph_sizes=counted.get("--cuda-graph-sizes", DEFAULT),
+            # What a staged start measures has no graphs in it yet (R14.1).
+            graph_sizes=counted.get("--cuda-graph-sizes", DEFAULT)
+            + (", first stage" if spec.graph_stages else ""),
             mm_limits=counted.get("--limit-mm-per-prompt", "none"),
-            lora=counted.get("--max-loras", counted.get("--enable-lora", "none")),
-            encoder=counted.get("--mm-encoder-tp-mode", "none"),
+            lora=_said(counted, "lora"),
+            encoder=_said(counted, "encoder", "--mm-processor", "--language-model-only"),
         )
         return facts, device.free
 
@@ -102,6 +104,12 @@ class MemoryProbe:
     def _rows(self, command: list[str]) -> list[list[int]]:
         lines = self._run(command, self._environ).splitlines()
         return [[int(word) for word in line.split(",")] for line in lines if line.strip()]
+
+
+def _said(counted: Mapping[str, str], *words: str) -> str:
+    """Every flag that one of the words is part of, with its value; `none` without any."""
+    found = [f"{n}={v}" for n, v in sorted(counted.items()) if any(w in n for w in words)]
+    return " ".join(found) or "none"
 
 
 def flags_of(words: tuple[str, ...]) -> dict[str, str]:

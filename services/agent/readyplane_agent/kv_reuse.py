@@ -34,6 +34,7 @@ from readyplane_agent.compile_cache import fields_text
 from readyplane_agent.compile_publish import CompileBytes, file_entry, keyed_manifest
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.exact_artifact import exact_artifact
+from readyplane_agent.failed_plans import FailedPlans
 
 log = logging.getLogger("agent.kv")
 
@@ -56,6 +57,7 @@ class KvReuse:
 
     Args:
         registry. look: blocking, see `kv_memory`. bytes_of: moves files.
+        failed: of this node, told by whoever failed here even where the registry was away.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class KvReuse:
         registry: Registry,
         look: Callable[[EngineSpec, Manifest], tuple[MemoryFacts, Seen]],
         bytes_of: CompileBytes,
+        failed: FailedPlans,
     ) -> None:
         self._registry, self._look, self._bytes = registry, look, bytes_of
+        self._failed, self._plan = failed, ""
         self._fingerprint: dict[str, str] = {}
         self._spec: EngineSpec | None = None
         self._digest = ""
@@ -122,10 +126,12 @@ class KvReuse:
         except InvalidField as error:
             await self._withdraw(found.digest)
             return Refuse((f"wrong: {error}",))
-        verdict = may_reuse(profile, key, facts, free_bytes_now=free, loaded=False)
+        verdict = may_reuse(
+            profile, key, facts, free_bytes_now=free, loaded=False, failed=self._failed.known()
+        )
         if isinstance(verdict, Refuse):
             return verdict
-        self._digest = found.digest
+        self._digest, self._plan = found.digest, profile.plan_digest
         return profile
 
     async def judge(self, segments: Sequence[Segment]) -> None:
@@ -178,6 +184,8 @@ class KvReuse:
         return told
 
     async def _withdraw(self, digest: str) -> None:
+        if self._plan:
+            self._failed.add(self._plan)
         try:
             await self._registry.set_tag(withdrawn_tag(digest), digest)
         except ReadyplaneError as error:

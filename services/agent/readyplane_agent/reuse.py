@@ -21,6 +21,7 @@ from readyplane_agent.compile_inspect import Inspector
 from readyplane_agent.compile_publish import CompileBytes
 from readyplane_agent.compile_store import CompileStore
 from readyplane_agent.engines.port import EngineSpec
+from readyplane_agent.failed_plans import FailedPlans
 from readyplane_agent.kv_memory import MemoryProbe
 from readyplane_agent.kv_reuse import KvReuse
 from readyplane_agent.reading import Reader
@@ -78,6 +79,7 @@ class Reuse:
             registry=registry,
             look=MemoryProbe(settings.engine, environ).look,
             bytes_of=moves,
+            failed=FailedPlans(folder / "kv-failed.json"),
         )
 
     async def prepare(self, spec: EngineSpec, manifest: Manifest, trace: StartTrace) -> EngineSpec:

@@ -70,7 +70,7 @@ async def size_pool(
     if not s.device_bytes:
         await modelled(log, clock, s, SegmentName.KV_PROFILE)
         return (s.kv_tokens or profile.kv_capacity_tokens) // block_size
-    shapes = () if s.graph_stages else captured_shapes(s)
+    shapes = () if s.graph_stages else None
     account = account_of(
         s, profile, weights_bytes=weights_bytes, block_size=block_size, shapes=shapes
     )
@@ -103,12 +103,12 @@ def account_of(
     *,
     weights_bytes: int,
     block_size: int,
-    shapes: tuple[int, ...],
+    shapes: tuple[int, ...] | None = None,
 ) -> Account:
-    """What a start that captures these shapes finds on its device."""
+    """What a start finds on its device that captures these shapes, or all that it has."""
     block_bytes = profile.kv_bytes_per_token * block_size
     activations = (s.max_batch_tokens or profile.max_batch_tokens) * profile.kv_bytes_per_token
-    graphs = len(shapes) * GRAPH_BYTES
+    graphs = len(captured_shapes(s) if shapes is None else shapes) * GRAPH_BYTES
     parts = weights_bytes + activations + graphs + OTHER_BYTES
     left = int(s.device_bytes * MEMORY_SHARE) - s.device_taken_bytes - parts
     blocks, measured, refused = max(0, left) // block_bytes, True, ""
