@@ -130,6 +130,22 @@ async def test_a_rank_that_is_killed_is_the_one_that_is_named(factory: GroupFact
     await engine.stop()
 
 
+class MixedGroup(ModelledGroup):
+    """Rank 1 was started with another revision."""
+
+    async def _start_rank(self, spec: EngineSpec, rank: RankSpec) -> asyncio.subprocess.Process:
+        return await super()._start_rank(replace(spec, manifest_digest="sha256:other"), rank)
+
+
+async def test_a_rank_of_another_revision_is_named_before_the_canary(factory: GroupFactory) -> None:
+    engine = MixedGroup()
+    await engine.start(factory.group_spec("mixed"))
+    with pytest.raises(Unavailable, match=r"rank 1: manifest sha256:other != sha256:"):
+        await engine.wait_ready(stall_s=30.0, limit_s=60.0)
+    assert {rank.step for rank in engine.ranks()} == {"connected"}
+    await engine.stop()
+
+
 async def test_what_a_group_cannot_is_refused(factory: GroupFactory) -> None:
     made = engine_for("modelled", clock=SystemClock(), tp=2)
     assert isinstance(made, ModelledGroup) and isinstance(made, HasRanks)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from readyplane.core.startup import WeightTier
+from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.core.worker import Worker, WorkerState
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.ranks import STEPS
@@ -46,10 +46,13 @@ async def standing_at(c: Cluster, name: str, rank: int, step: str) -> psutil.Pro
         while facts(c, name, rank).get("step") != step:
             assert c.agents[name].returncode is None, log(c, name)
             await asyncio.sleep(0.02)
-    return process_of(c, name, rank)
+    return await process_of(c, name, rank)
 
 
-def process_of(c: Cluster, name: str, rank: int) -> psutil.Process:
+async def process_of(c: Cluster, name: str, rank: int) -> psutil.Process:
+    async with asyncio.timeout(LIMIT_S):
+        while "pid" not in facts(c, name, rank):
+            await asyncio.sleep(0.02)
     return psutil.Process(facts(c, name, rank)["pid"])
 
 
@@ -106,8 +109,8 @@ async def test_two_ranks_have_their_parts_and_answer_as_one(
         assert three.serving is not None and three.serving.tier is WeightTier.L2_NVME
 
         # kill -9 of rank 1: the worker leaves the candidates, and rank 0 does not live on.
-        engine = process_of(c, "two", 0)
-        process_of(c, "two", 1).send_signal(signal.SIGKILL)
+        engine = await process_of(c, "two", 0)
+        (await process_of(c, "two", 1)).send_signal(signal.SIGKILL)
         assert await c.ended("two") == ExitCode.ENGINE_DIED
         assert not engine.is_running()
         gone = await c.worker("two")
@@ -115,7 +118,7 @@ async def test_two_ranks_have_their_parts_and_answer_as_one(
         assert (await c.ready("one")).state is WorkerState.READY
 
         # SIGTERM: drained, left, no rank left behind.
-        ranks = [process_of(c, "three", rank) for rank in (0, 1)]
+        ranks = [await process_of(c, "three", rank) for rank in (0, 1)]
         c.agents["three"].terminate()
         assert await c.ended("three") == ExitCode.LEFT
         assert not any(rank.is_running() for rank in ranks)
@@ -131,7 +134,7 @@ async def test_a_rank_killed_at_a_step_fails_the_generation_and_frees_the_other(
     async with cluster(tmp_path, demo) as c, watched(c, "w") as seen:
         await c.agent("w", "prefill", *TWO, f"--engine-arg=--hold={victim}:{step}")
         held = await standing_at(c, "w", victim, step)
-        other = process_of(c, "w", 1 - victim)
+        other = await process_of(c, "w", 1 - victim)
         forming = await c.worker("w")
         assert forming is not None and forming.state is WorkerState.PROVISIONED
         held.send_signal(signal.SIGKILL)
@@ -151,12 +154,25 @@ async def test_a_rank_killed_at_a_step_fails_the_generation_and_frees_the_other(
             assert await answer(again, [7, 99, 130]) != ()
 
 
+async def test_ranks_read_from_a_worker_of_one(tmp_path: Path, demo: DemoModel) -> None:
+    """A peer gives whole files; what comes is cut here. Memory of ranks is offered to nobody."""
+    async with cluster(tmp_path, demo, peers=True) as c:
+        await c.agent("one", "prefill", TWO[-1], "--node", "n1")
+        await c.ready("one")
+        await c.agent("two", "prefill", *TWO, "--node", "n2")
+        two = await c.ready("two")
+        assert two.serving is not None and two.serving.tier is WeightTier.L1_HOST
+        assert two.progress is not None
+        came = [s.detail for s in two.progress.segments if s.name is SegmentName.WEIGHT_TRANSFER]
+        assert any("peer:one" in detail for detail in came), came
+
+
 async def test_a_rank_that_hangs_ends_the_group(tmp_path: Path, demo: DemoModel) -> None:
     """SIGSTOP: nothing dies, and nobody answers the beats any more."""
     async with cluster(tmp_path, demo) as c:
         await c.agent("w", "prefill", *TWO)
         await c.ready("w")
-        hung = process_of(c, "w", 1)
+        hung = await process_of(c, "w", 1)
         hung.suspend()
         assert await c.ended("w") == ExitCode.ENGINE_DIED
         assert "rank 1 does not answer" in log(c, "w")

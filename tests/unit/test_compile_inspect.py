@@ -16,6 +16,7 @@ from readyplane.core.worker import Role
 from readyplane_agent import compile_device, compile_inspect
 from readyplane_agent.compile_inspect import Inspector, ProbeFailed, content_digest, run
 from readyplane_agent.engines.port import EngineSpec
+from readyplane_agent.engines.ranks import RankSpec
 from tests.unit.agent_twins import artifact
 
 MODEL = artifact().manifest
@@ -199,6 +200,8 @@ def test_arguments_count_and_those_of_a_pod_do_not() -> None:
     assert compile_key(inspector.facts(pod, MODEL)) == plain
     for words in (("--tensor-parallel-size", "2"), ("--new-flag",), ("--dtype=bfloat16",)):
         assert compile_key(inspector.facts(replace(SPEC, extra_args=words), MODEL)) != plain
+    two = replace(SPEC, ranks=(RankSpec(1, Path("/dev/null"), Path("/dev/null")),))
+    assert compile_key(inspector.facts(two, MODEL)).factors["tp"] == "2"
     key = compile_key(inspector.facts(replace(SPEC, extra_args=("-tp", "2")), MODEL))
     assert key.factors["tp"] == "2"
 

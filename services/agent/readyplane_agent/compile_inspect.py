@@ -120,6 +120,8 @@ class Inspector:
         factors = {
             **model_factors(manifest),
             **argument_factors(manifest, arguments, environ),
+            # Ranks that the agent starts itself stand in no argument.
+            **({"tp": known(1 + len(spec.ranks))} if spec.ranks else {}),
             **packages,
             **devices,
             "runtime_config": known(
