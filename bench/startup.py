@@ -25,11 +25,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -46,12 +44,11 @@ from bench.startup_cells import (
     widest_gap,
 )
 from bench.startup_site import Engine, NotStarted, Site, site_of, standby_missing
+from bench.startup_vllm import vllm_engine
 from readyplane.core.errors import ReadyplaneError
 from readyplane_lab.up.demo_model import make_demo_model
-from readyplane_lab.up.real_engine import find_engine
 from readyplane_registry.ingest import Facts
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELLED, VLLM = "modelled", "vllm"
 CLASS = "h200-llama8b-fp8"
 SIZE_BYTES, SIZE_QUICK_BYTES = 1_500_000_000, 200_000_000
@@ -59,9 +56,6 @@ SHARDS = 4
 DEVICE_BYTES = 32 * 2**30
 SEGMENTS = "parallel_init=0.5,compile=4,cuda_graph=1.5,kv_profile=1.5,warmup=0.3"
 SEGMENTS_QUICK = "parallel_init=0.1,compile=1,cuda_graph=0.3,kv_profile=0.4,warmup=0.1"
-TINY_MODEL = ROOT / "tests" / "vllm" / "tiny_model.py"
-VLLM_SEQUENCES = 8
-VLLM_LIMIT_S = 420.0
 SAID_FROM = 0.002
 
 
@@ -77,36 +71,6 @@ def modelled_engine(*, quick: bool) -> Engine:
         # Another byte in use on the device, and no size that was measured before holds (R16.1).
         full_arg="--engine-arg=--device-taken-bytes={number}",
     )
-
-
-def vllm_engine(folder: Path) -> tuple[Engine, Path]:
-    """A real vLLM and the folder of its model.
-
-    Raises:
-        InvalidField: there is none. NotStarted: its model could not be made.
-    """
-    found = find_engine(None)
-    done = subprocess.run(
-        [str(found.program.with_name("python")), str(TINY_MODEL), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    if done.returncode != 0:
-        raise NotStarted(f"the tiny model could not be made: {done.stderr.strip()[-300:]}")
-    engine = Engine(
-        VLLM,
-        args=(
-            *("--worker-class", CLASS, "--stall-s", "300"),
-            *("--engine-arg=--max-num-seqs", f"--engine-arg={VLLM_SEQUENCES}"),
-            *("--engine-arg=--max-model-len", "--engine-arg=2048"),
-        ),
-        environment={**found.environment(os.environ), "READYPLANE_VLLM_BIN": str(found.program)},
-        limit_s=VLLM_LIMIT_S,
-    )
-    return engine, folder
 
 
 async def measure(site: Site, cells: tuple[Cell, ...], *, repeats: int, seed: int) -> Figures:
@@ -153,8 +117,8 @@ async def run(folder: Path, given: argparse.Namespace) -> dict[str, Figures]:
     for name in given.engines.split(","):
         try:
             if name == VLLM:
-                engine, model = vllm_engine(folder / "tiny")
-                facts, whole = Facts(), given.vllm_matrix
+                engine, model, facts = await vllm_engine(folder)
+                whole = given.vllm_matrix
             else:
                 size = given.bytes or (SIZE_QUICK_BYTES if given.quick else SIZE_BYTES)
                 demo = make_demo_model(

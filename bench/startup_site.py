@@ -51,12 +51,13 @@ class Engine:
     """How agents of one engine are started.
 
     Attributes:
-        name: engine adapter. args: of every agent. full_args: of a start that has to measure its KV
+        name: engine adapter. role: stage of its workers. args: of every agent. full_args: of a start that has to measure its KV
             size, given the number of the start. environment: added. limit_s: of one start.
         sizes_kv: whether it measures and reuses a KV size at all.
     """
 
     name: str
+    role: str = "prefill"
     args: tuple[str, ...] = ()
     full_arg: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -162,7 +163,7 @@ class Site:
         keep = ("--compile-bytes-max", "1") if key == LOST else ()
         return [
             *(sys.executable, "-m", "readyplane_agent"),
-            *("--worker-id", name, "--role", "prefill", "--model", MODEL),
+            *("--worker-id", name, "--role", self.engine.role, "--model", MODEL),
             *("--manifest", self.digest, "--engine", self.engine.name),
             *("--registry", self.registry_address, "--router", self.router_address),
             *("--work-dir", str(self.folder / "work" / name), "--cache-dir", str(cache)),
