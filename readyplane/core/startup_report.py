@@ -35,6 +35,7 @@ class Start:
         worker_class, tier, mode, pool: what was started how; empty where nobody told.
         wall_s: order to routable. segments: with times since the order.
         exclusive_s: share of each segment in the critical path. unexplained_s: the rest.
+        upgraded_s: from routable until it had all its graphs, of a start in stages that got them.
     """
 
     worker_id: str
@@ -46,6 +47,12 @@ class Start:
     tier: str = ""
     mode: str = ""
     pool: str = ""
+    upgraded_s: float | None = None
+
+    @property
+    def saved_s(self) -> float:
+        """What it would have taken besides, and did not: its process had done it while it stood by."""
+        return sum(segment.saved_s for segment in self.segments)
 
     @property
     def temperature(self) -> str:

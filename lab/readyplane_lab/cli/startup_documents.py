@@ -40,15 +40,19 @@ def start_of(document: Mapping[str, Any]) -> Start:
             None if s["end_s"] is None else float(s["end_s"]),
             bool(s["modelled"]),
             str(s.get("detail", "")),
+            float(s.get("saved_s", 0.0)),
         )
         for s in document["segments"]
     )
+    upgrade = document.get("upgrade") or {}
+    upgraded_s = upgrade.get("seconds") if upgrade.get("state") == "complete" else None
     return Start(
         worker_id=str(document["worker_id"]),
         wall_s=float(document["wall_s"]),
         exclusive_s={str(n): float(v) for n, v in document["exclusive_s"].items()},
         unexplained_s=float(document["unexplained_s"] or 0.0),
         segments=segments,
+        upgraded_s=None if upgraded_s is None else float(upgraded_s),
         **{
             name: str(document.get(name) or "") for name in ("worker_class", "tier", "mode", "pool")
         },
@@ -92,9 +96,14 @@ def start_document(start: Start) -> dict[str, Any]:
                 "end_s": s.end_s,
                 "modelled": s.modelled,
                 "detail": s.detail,
+                "saved_s": s.saved_s,
             }
             for s in start.segments
         ],
+        "saved_s": start.saved_s,
+        "upgrade": None
+        if start.upgraded_s is None
+        else {"state": "complete", "seconds": start.upgraded_s},
     }
 
 

@@ -34,6 +34,7 @@ def show_group(screen: Console, group: StartGroup) -> None:
         f"of {output.seconds(group.mean_s)}; unexplained {output.seconds(group.unexplained_s)} "
         f"({output.share(share)})\n"
         f"{weights_line(group)}"
+        f"{later_line(group)}"
         f"a typical start: {escape(group.typical.worker_id)}"
     )
     typical = start_document(group.typical)
@@ -41,6 +42,16 @@ def show_group(screen: Console, group: StartGroup) -> None:
     screen.print(
         segments_table({**typical, "blocking_segment": None, "dominant_segment": dominant})
     )
+
+
+def later_line(group: StartGroup) -> str:
+    """What a typical start had done while it stood by, and what came once it served; else empty."""
+    typical, text = group.typical, ""
+    if typical.saved_s:
+        text += f"done while it stood by: {output.seconds(typical.saved_s)} saved\n"
+    if typical.upgraded_s is not None:
+        text += f"all graphs {output.seconds(typical.upgraded_s)} after it was routable\n"
+    return text
 
 
 def weights_line(group: StartGroup) -> str:

@@ -59,6 +59,7 @@ ROW = (
         "attached",
         "convertible",
         "told",
+        "holds",
         "engine_url",
         "active",
         "kv_usage",
@@ -88,7 +89,8 @@ def workers(
     T_ready is from order to routable; `longest` is the segment with the largest share of it.
     A start that is under way shows the segment it waits in.
     `decode+prefill` is a decode worker that also takes prompts, in short chunks.
-    What a worker was told and has not done yet (activate, flip) stands behind its state.
+    What a worker was told and has not done yet (activate, flip) stands behind its state, and with what
+    a standby waits (weights, process, asleep).
     The decision is shown by its end, which `readyplane explain` takes.
     With WORKER (an id, or a unique beginning) the ready gate's checks of that one are shown: passed or
     not, why, and the evidence that was judged.
@@ -129,6 +131,8 @@ async def _one(where: Where, given: str, *, as_json: bool) -> None:
     for name in ("failure", "drain_reason"):
         if row[name]:
             screen.print(f"[red]{output.cell(row[name])}[/red]")
+    if row["stage"]:
+        screen.print(output.cell(stage_text(row["stage"])))
     if row["ranks"]:
         screen.print(ranks_table(row["ranks"]))
     screen.print(checks_table(check_documents(found)))
@@ -269,6 +273,8 @@ def worker_row(worker: Worker) -> dict[str, Any]:
             "role": str(offer.counts_as),
             "convertible": offer.convertible,
             "told": worker.told,
+            "holds": "" if worker.holds is None else str(worker.holds),
+            "stage": stage_document(worker),
             "state": str(worker.state),
             "mode": str(offer.mode),
             "tier": str(worker.serving.tier) if worker.serving is not None else None,
@@ -287,6 +293,33 @@ def worker_row(worker: Worker) -> dict[str, Any]:
             "ranks": rank_documents(worker),
         }
     )
+
+
+def stage_document(worker: Worker) -> dict[str, Any] | None:
+    """The stage of its capacity profile; None for a worker that was started whole."""
+    stage = None if worker.serving is None else worker.serving.stage
+    if stage is None:
+        return None
+    return {
+        "number": stage.number,
+        "state": str(stage.state),
+        "profile": stage.profile,
+        "compiled": stage.compiled,
+        "shapes": list(stage.shapes),
+        "kv_tokens": stage.kv_tokens,
+        "graph_bytes": stage.graph_bytes,
+        "digest": stage.digest,
+        "failure": stage.failure or None,
+        "took_s": stage.took_s,
+    }
+
+
+def stage_text(stage: Mapping[str, Any]) -> str:
+    """A stage in one line."""
+    text = f"stage {stage['number']} of its capacity profile ({stage['state']}): "
+    text += f"{len(stage['shapes'])} graphs, {stage['kv_tokens']} KV tokens, {stage['digest']}"
+    took = "" if stage["took_s"] is None else f", {stage['took_s']:.1f} s after it was ready"
+    return text + took + (f"; {stage['failure']}" if stage["failure"] else "")
 
 
 def rank_documents(worker: Worker) -> list[dict[str, Any]] | None:
@@ -331,6 +364,7 @@ def row_of(state: Mapping[str, Any]) -> dict[str, Any]:
         "drain_reason": state.get("drain_reason") or None,
         "checks_failed": [c["name"] for c in state.get("checks", ()) if not c["passed"]],
         "ranks": state.get("ranks"),
+        "stage": state.get("stage"),
     }
 
 
@@ -374,6 +408,8 @@ def _cells(row: Mapping[str, Any], differing: Sequence[str]) -> list[str]:
         segment = output.NOT_KNOWN
     if row["ranks"] and row["state"] in STARTING:
         segment += f", {_ranks_up(row['ranks'])}"
+    if row["stage"] and row["stage"]["state"] != "complete":
+        segment += f", graphs {output.cell(row['stage']['state'])}"
     if row["failure"]:
         segment = f"[red]{output.cell(row['failure'])}[/red]"
     took = row["t_ready_s"] if row["starting_s"] is None else row["starting_s"]
@@ -381,7 +417,8 @@ def _cells(row: Mapping[str, Any], differing: Sequence[str]) -> list[str]:
         output.cell(row["worker_id"]),
         output.cell(row["role"]) + ("+prefill" if row["convertible"] else ""),
         f"[{colour}]{row['state']}[/{colour}]"
-        + (f" ({output.cell(row['told'])})" if row["told"] else ""),
+        + (f" ({output.cell(row['told'])})" if row["told"] else "")
+        + (f", {output.cell(row['holds'])}" if row["holds"] else ""),
         *(
             output.cell(str(row[key] if row[key] is not None else output.NOT_KNOWN))
             for key in differing

@@ -87,12 +87,14 @@ def _start(
         for kind in ("ordered", "provisioned", *ENDS)
         if kind in found
     }
+    later = next((found[k].document for k in ("upgraded", "upgrade_failed") if k in found), None)
     exclusive = dict(start.get("exclusive_s") or {})
     dominant = max(exclusive, key=lambda name: (exclusive[name], name)) if exclusive else None
     note = next((str(found[k].document.get("note", "")) for k in ENDS if k in found), "")
     return {
         "worker_id": worker_id,
         "pool": pool,
+        "upgrade": None if later is None else dict(later),
         "status": status,
         "after_s": after,
         "wall_s": start.get("wall_s"),

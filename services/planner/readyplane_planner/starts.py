@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from readyplane.core.startup import (
+    LATER,
     CriticalPath,
     StartMode,
     StartQuantiles,
@@ -38,9 +39,10 @@ def path_of(worker: Worker) -> tuple[CriticalPath, float] | None:
     progress = worker.progress
     if progress is None:
         return None
-    begun_s = min([progress.start_s, *(s.start_s for s in progress.segments)])
-    ends = [s.end_s for s in progress.segments if s.end_s is not None]
-    over = worker.state not in RUNNING and bool(ends) and len(ends) == len(progress.segments)
+    segments = [s for s in progress.segments if s.name not in LATER]
+    begun_s = min([progress.start_s, *(s.start_s for s in segments)])
+    ends = [s.end_s for s in segments if s.end_s is not None]
+    over = worker.state not in RUNNING and bool(ends) and len(ends) == len(segments)
     end_s = max(ends) if over else max([progress.now_s, *ends])
     return critical_path(progress.segments, start_s=begun_s, end_s=end_s), begun_s
 
@@ -75,6 +77,7 @@ def start_document(worker: Worker) -> dict[str, Any]:
                 "end_s": None if s.end_s is None else s.end_s - begun_s,
                 "modelled": s.modelled,
                 "detail": s.detail,
+                "saved_s": s.saved_s,
             }
             for s in progress.segments
         ],

@@ -139,7 +139,10 @@ def _started(
         stood = told["stood_by"]
         at_s = stood.at_s - record.create_s
         chain.extend(_gate(worker_id, stood.document.get("checks", ()), at_s))
-        chain.append(_moment(at_s, "router", "stands by", worker_id, "serves when it is told to"))
+        note = "serves when it is told to"
+        if stood.document.get("holds"):
+            note = f"holds a {stood.document['holds']} only, and loads when it is told to"
+        chain.append(_moment(at_s, "router", "stands by", worker_id, note))
         add("released", "actuator", "given back")
         return chain
     if ready is None:
@@ -154,11 +157,28 @@ def _started(
     chain.extend(_gate(worker_id, ready.document.get("checks", ()), ready_s))
     chain.append(_moment(ready_s, "router", "registered, routable", worker_id))
     idle = "none was seen at a tick" if row is None else "none yet"
+    chain.extend(_upgraded(worker_id, told, record))
     add("first_request", "router", "first request", missing=idle)
     add("failed", "actuator", "ended by itself")
     add("left", "router", "gone")
     add("released", "actuator", "given back")
     return chain
+
+
+def _upgraded(worker_id: str, told: Told, record: Record) -> list[dict[str, Any]]:
+    """Its graphs came while it served, or it went back to those of its start (R14)."""
+    for kind, what in (
+        ("upgraded", "runs with all graphs"),
+        ("upgrade_failed", "keeps its graphs"),
+    ):
+        found = told.get(kind)
+        if found is not None:
+            document = found.document
+            note = f"{document['kv_tokens']} KV tokens, {document['digest']}"
+            note = f"{document['why']}; {note}" if document["why"] else note
+            at_s = found.at_s - record.create_s
+            return [_moment(at_s, "agent", what, worker_id, note, document["seconds"])]
+    return []
 
 
 def _segments(worker_id: str, start: Mapping[str, Any], zero_s: float) -> list[dict[str, Any]]:
