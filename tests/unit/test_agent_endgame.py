@@ -14,7 +14,7 @@ from readyplane.core.startup import WeightTier
 from readyplane_agent import loader as loader_module
 from readyplane_agent.arena import Arena
 from readyplane_agent.chunk_order import COMING, MISSING, VERIFIED, Held
-from readyplane_agent.endgame import ENDGAME_CHUNKS_MAX, Lent, second, slow
+from readyplane_agent.endgame import ENDGAME_CHUNKS_MAX, Lent, second, slow, stalled_s
 from readyplane_agent.fanout import Fanout
 from readyplane_agent.pipeline import Pipeline
 from readyplane_agent.ranges import Fault, HttpReader
@@ -58,6 +58,23 @@ def test_what_is_doubled_is_slow_and_of_another_source(
         assert found % 2 == 1 and found not in doubled
         assert ages[found] > max(1.0, 4 * usual_s) - 1e-6
         assert len(ages) <= ENDGAME_CHUNKS_MAX
+
+
+@given(
+    ages=st.lists(st.floats(0, 100), max_size=12),
+    usual_s=st.floats(0, 10),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_load_is_stalled_when_even_the_newest_of_its_chunks_is_late(
+    ages: list[float], usual_s: float
+) -> None:
+    lent = [Lent(n, "a", 100.0 - age) for n, age in enumerate(ages)]
+    found = stalled_s(lent, now_s=100.0, usual_s=usual_s)
+    limit_s = max(2.0, 4 * usual_s)
+    if found:
+        assert found == pytest.approx(min(ages)) and found > limit_s
+    else:
+        assert not ages or min(ages) <= limit_s + 1e-6
 
 
 # ---------------------------------------------------------------------------- virtual time
@@ -221,4 +238,39 @@ async def test_a_dribbling_peer_is_not_waited_for_to_its_limit(
     assert 0 < fetched.again_bytes <= art.manifest.chunk_bytes
     assert sum(given_by(fetched).values()) == art.manifest.size_bytes
     assert len(store.asked) == 1
+    arena.close()
+
+
+@pytest.mark.parametrize("beside", ["another worker", "the store"])
+async def test_a_source_that_stops_in_the_middle_holds_a_load_up_for_moments(
+    monkeypatch: pytest.MonkeyPatch, beside: str
+) -> None:
+    """It was stopped with most of the load before it; what it was asked for is brought by others."""
+    monkeypatch.setattr(loader_module, "PLAN_EVERY_S", 0.1)
+    monkeypatch.setattr(loader_module, "STORE_LATE_S", 1.0)
+    monkeypatch.setattr("readyplane_agent.endgame.STALLED_AFTER_S", 0.5)
+    hold = threading.Event()
+
+    def spoil(path: str, start: int, count: int, data: bytes) -> None:
+        if count >= 3:
+            hold.wait(30)
+
+    art = artifact(floats=400_000)
+    worker = beside == "another worker"
+    with serving(art.files, spoil) as peer, serving(art.files) as other:
+        told = source(peer.url, "peer:w1", WeightTier.L1_HOST, worker_id="w1", readers=1)
+        second = (
+            source(other.url, "peer:w2", WeightTier.L1_HOST, worker_id="w2", readers=1)
+            if worker
+            else source(other.url)
+        )
+        load, arena, plan = make(art, TwinRegistry(), told, second)
+        begun_s = time.monotonic()
+        fetched = await load.run(plan)
+        took_s = time.monotonic() - begun_s
+        hold.set()
+    assert took_s < 6, "a silent source is left after 8 s"
+    assert all(bytes(arena.view(p)) == d for p, d in art.files.items())
+    given = given_by(fetched)
+    assert given["peer:w2" if worker else "storage:1"] > art.manifest.size_bytes / 2
     arena.close()

@@ -1,4 +1,4 @@
-"""The end of a load: which chunk a source with nothing to do may bring beside a slow one. Pure.
+"""Chunks that hold a load up, and which of the last a second source may bring beside a slow one. Pure.
 
 A chunk is asked of one source at a time, and a source that sends too slowly is left only at its
 limit (8 s silent, 60 s dribbling). For the last few chunks that is most of the load, so they may be
@@ -18,6 +18,8 @@ ENDGAME_CHUNKS_MAX = 8
 # A chunk is slow when it takes longer than this and than so many of the usual ones.
 ENDGAME_AFTER_S = 1.0
 ENDGAME_USUAL = 4.0
+# Nothing was given for so long, at any time of a load: somebody else is asked for what is left.
+STALLED_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,16 @@ def slow(
     limit_s = max(ENDGAME_AFTER_S, ENDGAME_USUAL * usual_s)
     late = [one for one in lent if now_s - one.since_s > limit_s]
     return sorted(late, key=lambda one: (one.since_s, one.chunk))
+
+
+def stalled_s(lent: Iterable[Lent], *, now_s: float, usual_s: float) -> float:
+    """Seconds since the chunk that was asked for last, where all that are out have been for long.
+
+    0 while that is not so. Then nobody who is read from gives anything, as a stopped process does.
+    """
+    newest_s = max((one.since_s for one in lent), default=now_s)
+    quiet_s = now_s - newest_s
+    return quiet_s if quiet_s > max(STALLED_AFTER_S, ENDGAME_USUAL * usual_s) else 0.0
 
 
 def second(

@@ -10,6 +10,7 @@ its bytes are right and the first has let go. A source that drains is left as so
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from readyplane.kit.clock import Clock
@@ -23,7 +24,7 @@ from readyplane_agent.chunk_order import (
     next_chunk,
     own_order,
 )
-from readyplane_agent.endgame import Lent, second, slow
+from readyplane_agent.endgame import Lent, second, slow, stalled_s
 from readyplane_agent.ranges import Fault, HttpReader, RangeReader
 
 HOLDINGS_EVERY_S = 0.25
@@ -108,7 +109,7 @@ class Fanout:
         """The next chunk for a source; waits at most `WAIT_S`. `Side` knows how to ask again."""
         arena = self._arena
         with self._changed:
-            others = [s.held for s in self._sides.values() if s is not side and not s.draining]
+            others = [s.held for s in self._sides.values() if s is not side and self._gives(s)]
             order = self._order if side.held.progress is None else side.ready
             found = next_chunk(order, arena.progress, side.held, others)
             if found is None:
@@ -175,6 +176,20 @@ class Fanout:
         """How long the slowest of the last chunks has been asked for, 0 while none is slow."""
         with self._changed:
             return max((self.now_s() - one.since_s for one in self._slow()), default=0.0)
+
+    @property
+    def stalled_s(self) -> float:
+        """How long nobody who is read from has given anything, 0 while that is not long."""
+        with self._changed:
+            return self._stalled([one for one, _ in self._lent.values()])
+
+    def _stalled(self, lent: Sequence[Lent]) -> float:
+        return stalled_s(lent, now_s=self.now_s(), usual_s=self._usual_s)
+
+    def _gives(self, side: Side) -> bool:
+        """Whether chunks may be left to this source: it stays, and does not hang."""
+        lent = [one for one, _ in self._lent.values() if one.source_id == side.source_id]
+        return not side.draining and not self._stalled(lent)
 
     def beside(self, side: Side, chunk: tuple[str, int]) -> bool:
         """Whether a chunk that was taken is to be brought beside another source."""

@@ -331,6 +331,7 @@ class Loader:
             # is spared (B125) until it is plain that this is no peer with a bound on its rate.
             after_s = 0.0 if source.worker_id else STORE_LATE_S
             late = len(reading) == 1 and self._fanout.late_s > after_s
+            late = late or (len(reading) < SOURCES_MAX and self._fanout.stalled_s > after_s)
             if source.source_id in reading or rests or lies:
                 continue
             if not late and self._spared(source, crowd):
