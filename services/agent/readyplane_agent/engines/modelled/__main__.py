@@ -53,7 +53,9 @@ def main() -> int:
             if given.parent_pid and not _bound_to_parent(given.parent_pid):
                 return 0
             argv = standing.wait_for_orders(given, now_s=clock.monotonic_s())
-            os.environ[standing.SPAWNED_AT] = repr(clock.monotonic_s())
+            os.environ[standing.SPAWNED_AT] = repr(
+                startup.there_since_s(given.stand_by, clock=clock)
+            )
         s = settings.parse(argv)
     except InvalidField as error:
         print(f"modelled engine: {error}", file=sys.stderr)
