@@ -23,7 +23,7 @@ from readyplane_agent.engines.modelled.communicator import Communicator, RankLos
 from readyplane_agent.engines.modelled.group_weights import disagreement, joined
 from readyplane_agent.engines.ranks import LOST_STATUS, STEPS, RankStep, first_gone
 from readyplane_agent.ranks import Ranks, blamed
-from readyplane_router.group import Group, report
+from readyplane_router.group import Group, publish, report
 
 LIMIT_S = 20.0
 
@@ -250,11 +250,20 @@ class Router:
             detail=told.detail,
             progress=told.progress,
         )
+        self.group = publish(self.group, 7)
         why = (self.group.failure,) if self.group.failure else self.group.waiting_for()
         return GroupStatus(self.group.state, self.group.epoch, why)
 
 
-def ranks(engine: Engine, router: Router, placed: tuple[int, ...] = (0, 0)) -> Ranks:
+class Told(Ranks):
+    """With its barrier at hand."""
+
+    @property
+    def barrier(self) -> Barrier:
+        return self._barrier
+
+
+def ranks(engine: Engine, router: Router, placed: tuple[int, ...] = (0, 0)) -> Told:
     async def patient(call: Callable[[], Any]) -> Any:
         return await call()
 
@@ -266,7 +275,7 @@ def ranks(engine: Engine, router: Router, placed: tuple[int, ...] = (0, 0)) -> R
         digest=lambda: "sha256:m",
         limit_s=5.0,
     )
-    return Ranks(
+    return Told(
         world=2,
         engine=engine,  # type: ignore[arg-type]
         barrier=barrier,
@@ -332,3 +341,15 @@ def test_flags_of_a_rank_are_checked() -> None:
         engine_settings.parse([*needed, "--rank", "2", "--world", "2"])
     with pytest.raises(InvalidField, match="RANK:STEP"):
         engine_settings.parse([*needed, "--hold", "1:done"])
+
+
+async def test_a_router_that_lost_the_group_hears_of_every_rank_again() -> None:
+    """After its lease was granted anew a worker tells all ranks, not only the one that serves."""
+    engine, router = Engine(), Router(2)
+    engine.told = (RankStep(0, STEPS[-1]), RankStep(1, STEPS[-1]))
+    told = ranks(engine, router)
+    await told.tell()
+    router.group = Group(2, "sha256:m")
+    barrier = told.barrier
+    barrier.others = lambda: told.tell(again=True)
+    assert await asyncio.wait_for(barrier.fall(), LIMIT_S) == 7

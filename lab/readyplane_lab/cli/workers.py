@@ -94,6 +94,7 @@ def workers(
     The decision is shown by its end, which `readyplane explain` takes.
     With WORKER (an id, or a unique beginning) the ready gate's checks of that one are shown: passed or
     not, why, and the evidence that was judged.
+    Of a worker of several ranks also the last step that each has passed, and what its memory holds.
     """
     where = find("router", router=router, planner=planner)
     if worker:
