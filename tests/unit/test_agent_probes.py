@@ -17,6 +17,7 @@ from readyplane.core.worker import Fleet, LoadReport, Role, Serving, WorkerOffer
 from readyplane.kit.clock import SystemClock
 from readyplane_agent import probes
 from readyplane_agent.arena import Arena
+from readyplane_agent.engines.exchange import EngineFailed
 from readyplane_agent.engines.port import GenerateResult
 from readyplane_agent.probes import Question
 from tests.unit.agent_twins import Artifact, TwinEngine, artifact, ready_worker
@@ -233,6 +234,22 @@ async def test_an_engine_that_cannot_read_its_own_kv_is_proved_by_a_peer_or_not_
     for check in (await by(), await by(Odd("away")), await by(Odd("taints"))):
         assert not check.passed
         assert check.evidence["outbound"] is False
+
+    class Meeting(TwinEngine):
+        """Fails so often before it has met the other one."""
+
+        failures = probes.MEETING_TRIES - 1
+
+        async def generate(self, *args: Any, **more: Any) -> GenerateResult:
+            if more.get("kv_transfer_params") not in (None, probes.P_LEG) and self.failures:
+                self.failures -= 1
+                raise EngineFailed("the first meeting takes too long", "again")
+            return await super().generate(*args, **more)
+
+    check = await by(Meeting(GOLDEN))
+    assert check.passed and f"ok at try {probes.MEETING_TRIES}" in check.evidence["detail"]
+    Meeting.failures = probes.MEETING_TRIES
+    assert not (await by(Meeting(GOLDEN))).passed
 
 
 def test_peers_are_ready_of_the_other_stage_and_fit() -> None:

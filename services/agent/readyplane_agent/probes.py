@@ -35,6 +35,9 @@ PLAIN_PROMPT = (5, 6, 7, 8, 9, 10, 11, 12)
 PLAIN_TOKENS = 8
 # KV that is wrong shows in the first tokens decoded from it.
 HANDOVER_TOKENS = 4
+# Two engines that meet for the first time may need longer than one gives the other (NIXL of vLLM: 5 s
+# for an answer, on a busy processor it takes up to half a minute).
+MEETING_TRIES = 4
 P_LEG: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -396,9 +399,11 @@ async def kv_connector(
     alone = asyncio.create_task(_handover(engine, engine, question, expected)) if itself else None
     outward = homeward = itself
     told: list[str] = []
+    tries = 1 if itself else MEETING_TRIES
     for worker_id, peer in peers:
         (out, note_out), (back, note_back) = await asyncio.gather(
-            _handover(engine, peer, question, expected), _handover(peer, engine, question, expected)
+            _handover(engine, peer, question, expected, tries=tries),
+            _handover(peer, engine, question, expected, tries=tries),
         )
         told.append(f"to {worker_id}: {note_out}; from {worker_id}: {note_back}")
         if out is None or back is None:
@@ -434,33 +439,40 @@ async def _handover(
     taker: EnginePort | OpenAiEngine,
     question: Question,
     expected: Sequence[int],
+    *,
+    tries: int = 1,
 ) -> tuple[bool | None, str]:
     """One P leg and one D leg; None when an end could not be reached.
 
-    An end that is reached and fails at the D leg could not read the KV: that is an answer.
+    An end that is reached and fails at the D leg could not read the KV: that is an answer, to the
+    last of `tries`. A wrong answer is never asked again.
     """
+    wanted = list(expected[:HANDOVER_TOKENS])
+    failed: list[str] = []
     try:
-        leg = await giver.generate(
-            question.prompt, max_tokens=1, kv_transfer_params=P_LEG, timeout_s=PROBE_LIMIT_S
-        )
-        if not leg.kv_transfer_params:
-            return False, "the prefill leg gave no kv_transfer_params"
-        try:
-            answer = await taker.generate(
-                question.prompt,
-                max_tokens=min(HANDOVER_TOKENS, question.max_tokens),
-                kv_transfer_params=leg.kv_transfer_params,
-                timeout_s=PROBE_LIMIT_S,
+        while len(failed) < tries:
+            leg = await giver.generate(
+                question.prompt, max_tokens=1, kv_transfer_params=P_LEG, timeout_s=PROBE_LIMIT_S
             )
-        except EngineFailed as error:
-            return False, f"failed ({error})"
+            if not leg.kv_transfer_params:
+                return False, "the prefill leg gave no kv_transfer_params"
+            try:
+                answer = await taker.generate(
+                    question.prompt,
+                    max_tokens=min(HANDOVER_TOKENS, question.max_tokens),
+                    kv_transfer_params=leg.kv_transfer_params,
+                    timeout_s=PROBE_LIMIT_S,
+                )
+            except EngineFailed as error:
+                failed.append(f"failed ({error})")
+                continue
+            if list(answer.token_ids) != wanted:
+                return False, f"answered {list(answer.token_ids)} instead of {wanted}"
+            return True, f"ok at try {len(failed) + 1}, {failed[0]}" if failed else "ok"
     except Unavailable as error:
         return None, f"not reached ({error})"
     except (InvalidField, Unsupported) as error:
         return False, f"refused ({error})"
     except ReadyplaneError as error:
         return False, str(error)
-    wanted = list(expected[:HANDOVER_TOKENS])
-    if list(answer.token_ids) != wanted:
-        return False, f"answered {list(answer.token_ids)} instead of {wanted}"
-    return True, "ok"
+    return False, failed[-1]
