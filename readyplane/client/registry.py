@@ -95,6 +95,19 @@ class RegistryClient(ServiceClient):
         )
         return wire.tag_from_proto(response.tag)
 
+    async def remove_tag(self, name: str, *, expected_digest: str = "", force: bool = False) -> Tag:
+        """Take a tag away by compare-and-set."""
+        response: pb.RemoveTagResponse = await self.call(
+            "RemoveTag",
+            lambda: pb.RemoveTagRequest(
+                request_id=self._make_id(),
+                name=name,
+                expected_digest=expected_digest,
+                force=force,
+            ),
+        )
+        return wire.tag_from_proto(response.tag)
+
     async def sign_manifest(self, digest: str, *, public_key: bytes, envelope: str) -> bool:
         """Store a signature; False when this key had signed it before."""
         response: pb.SignManifestResponse = await self.call(

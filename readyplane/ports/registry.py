@@ -188,6 +188,10 @@ class Registry(Protocol):
         """Compare-and-set. Raises Conflict when another digest is found, NotFound."""
         ...
 
+    async def remove_tag(self, name: str, *, expected_digest: str = "", force: bool = False) -> Tag:
+        """Take a tag away by compare-and-set; its history stays. Raises Conflict, NotFound."""
+        ...
+
     async def sign_manifest(self, digest: str, *, public_key: bytes, envelope: str) -> bool:
         """Store a signature that verifies; False when this key had signed it before."""
         ...

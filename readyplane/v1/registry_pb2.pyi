@@ -468,6 +468,49 @@ class SetTagResponse(google.protobuf.message.Message):
 Global___SetTagResponse: typing_extensions.TypeAlias = SetTagResponse
 
 @typing.final
+class RemoveTagRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    EXPECTED_DIGEST_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    name: builtins.str
+    expected_digest: builtins.str
+    """Digest the caller believes the tag points at."""
+    force: builtins.bool
+    """Remove without comparing."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        name: builtins.str = ...,
+        expected_digest: builtins.str = ...,
+        force: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expected_digest", b"expected_digest", "force", b"force", "name", b"name", "request_id", b"request_id"]) -> None: ...
+
+Global___RemoveTagRequest: typing_extensions.TypeAlias = RemoveTagRequest
+
+@typing.final
+class RemoveTagResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TAG_FIELD_NUMBER: builtins.int
+    @property
+    def tag(self) -> Global___Tag: ...
+    def __init__(
+        self,
+        *,
+        tag: Global___Tag | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["tag", b"tag"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["tag", b"tag"]) -> None: ...
+
+Global___RemoveTagResponse: typing_extensions.TypeAlias = RemoveTagResponse
+
+@typing.final
 class Tag(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -477,6 +520,7 @@ class Tag(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     name: builtins.str
     digest: builtins.str
+    """Empty in the history where the tag was taken away."""
     version: builtins.int
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...

@@ -75,6 +75,11 @@ class RegistryStub(object):
                 request_serializer=readyplane_dot_v1_dot_registry__pb2.SetTagRequest.SerializeToString,
                 response_deserializer=readyplane_dot_v1_dot_registry__pb2.SetTagResponse.FromString,
                 _registered_method=True)
+        self.RemoveTag = channel.unary_unary(
+                '/readyplane.v1.Registry/RemoveTag',
+                request_serializer=readyplane_dot_v1_dot_registry__pb2.RemoveTagRequest.SerializeToString,
+                response_deserializer=readyplane_dot_v1_dot_registry__pb2.RemoveTagResponse.FromString,
+                _registered_method=True)
         self.ListTags = channel.unary_unary(
                 '/readyplane.v1.Registry/ListTags',
                 request_serializer=readyplane_dot_v1_dot_registry__pb2.ListTagsRequest.SerializeToString,
@@ -180,6 +185,14 @@ class RegistryServicer(object):
     def SetTag(self, request, context):
         """Points a tag at a digest by compare-and-set: of two writers exactly one wins, the other gets
         ABORTED with reason Conflict. Idempotent for the same target.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveTag(self, request, context):
+        """Takes a tag away by compare-and-set, as SetTag moves it: nobody resolves by it any more. Its
+        history stays, and its versions go on when it is set again. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -293,6 +306,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.SetTag,
                     request_deserializer=readyplane_dot_v1_dot_registry__pb2.SetTagRequest.FromString,
                     response_serializer=readyplane_dot_v1_dot_registry__pb2.SetTagResponse.SerializeToString,
+            ),
+            'RemoveTag': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveTag,
+                    request_deserializer=readyplane_dot_v1_dot_registry__pb2.RemoveTagRequest.FromString,
+                    response_serializer=readyplane_dot_v1_dot_registry__pb2.RemoveTagResponse.SerializeToString,
             ),
             'ListTags': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTags,
@@ -552,6 +570,33 @@ class Registry(object):
             '/readyplane.v1.Registry/SetTag',
             readyplane_dot_v1_dot_registry__pb2.SetTagRequest.SerializeToString,
             readyplane_dot_v1_dot_registry__pb2.SetTagResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveTag(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/readyplane.v1.Registry/RemoveTag',
+            readyplane_dot_v1_dot_registry__pb2.RemoveTagRequest.SerializeToString,
+            readyplane_dot_v1_dot_registry__pb2.RemoveTagResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -153,6 +153,22 @@ _RegistrySetTagType = typing_extensions.TypeVar(
     ],
 )
 
+_RegistryRemoveTagType = typing_extensions.TypeVar(
+    '_RegistryRemoveTagType',
+    grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.RemoveTagRequest,
+        readyplane.v1.registry_pb2.RemoveTagResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.RemoveTagRequest,
+        readyplane.v1.registry_pb2.RemoveTagResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.RemoveTagRequest,
+        readyplane.v1.registry_pb2.RemoveTagResponse,
+    ],
+)
+
 _RegistryListTagsType = typing_extensions.TypeVar(
     '_RegistryListTagsType',
     grpc.UnaryUnaryMultiCallable[
@@ -281,7 +297,7 @@ _RegistryReleaseTransferType = typing_extensions.TypeVar(
     ],
 )
 
-class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetManifestType, _RegistryListManifestsType, _RegistrySignManifestType, _RegistryRecordOriginType, _RegistryGetTrailType, _RegistryHoldUploadType, _RegistrySetTagType, _RegistryListTagsType, _RegistryResolveType, _RegistryAnnounceSourceType, _RegistryWithdrawSourceType, _RegistryPlanFetchType, _RegistryPlaceStartType, _RegistryAcquireTransferType, _RegistryReleaseTransferType]):
+class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetManifestType, _RegistryListManifestsType, _RegistrySignManifestType, _RegistryRecordOriginType, _RegistryGetTrailType, _RegistryHoldUploadType, _RegistrySetTagType, _RegistryRemoveTagType, _RegistryListTagsType, _RegistryResolveType, _RegistryAnnounceSourceType, _RegistryWithdrawSourceType, _RegistryPlanFetchType, _RegistryPlaceStartType, _RegistryAcquireTransferType, _RegistryReleaseTransferType]):
     """Artifacts by digest, tags that point at digests, and live sources of bytes."""
 
     @typing.overload
@@ -317,6 +333,10 @@ class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetMani
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.registry_pb2.SetTagRequest,
             readyplane.v1.registry_pb2.SetTagResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.RemoveTagRequest,
+            readyplane.v1.registry_pb2.RemoveTagResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             readyplane.v1.registry_pb2.ListTagsRequest,
@@ -387,6 +407,10 @@ class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetMani
             readyplane.v1.registry_pb2.SetTagResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            readyplane.v1.registry_pb2.RemoveTagRequest,
+            readyplane.v1.registry_pb2.RemoveTagResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             readyplane.v1.registry_pb2.ListTagsRequest,
             readyplane.v1.registry_pb2.ListTagsResponse,
         ],
@@ -455,6 +479,11 @@ class RegistryStub(typing.Generic[_RegistryPublishManifestType, _RegistryGetMani
     SetTag: _RegistrySetTagType
     """Points a tag at a digest by compare-and-set: of two writers exactly one wins, the other gets
     ABORTED with reason Conflict. Idempotent for the same target.
+    """
+
+    RemoveTag: _RegistryRemoveTagType
+    """Takes a tag away by compare-and-set, as SetTag moves it: nobody resolves by it any more. Its
+    history stays, and its versions go on when it is set again. Idempotent.
     """
 
     ListTags: _RegistryListTagsType
@@ -528,6 +557,10 @@ RegistryAsyncStub: typing_extensions.TypeAlias = RegistryStub[
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.registry_pb2.SetTagRequest,
         readyplane.v1.registry_pb2.SetTagResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        readyplane.v1.registry_pb2.RemoveTagRequest,
+        readyplane.v1.registry_pb2.RemoveTagResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         readyplane.v1.registry_pb2.ListTagsRequest,
@@ -641,6 +674,16 @@ class RegistryServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[readyplane.v1.registry_pb2.SetTagResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.SetTagResponse]]:
         """Points a tag at a digest by compare-and-set: of two writers exactly one wins, the other gets
         ABORTED with reason Conflict. Idempotent for the same target.
+        """
+
+    @abc.abstractmethod
+    def RemoveTag(
+        self,
+        request: readyplane.v1.registry_pb2.RemoveTagRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[readyplane.v1.registry_pb2.RemoveTagResponse, collections.abc.Awaitable[readyplane.v1.registry_pb2.RemoveTagResponse]]:
+        """Takes a tag away by compare-and-set, as SetTag moves it: nobody resolves by it any more. Its
+        history stays, and its versions go on when it is set again. Idempotent.
         """
 
     @abc.abstractmethod

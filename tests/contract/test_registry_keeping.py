@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from readyplane.core.errors import Conflict, InvalidField, NotFound, Refused, Unavailable
 from readyplane.core.identity import Manifest, canonical
+from readyplane.core.resolution import withdrawn_tag
 from readyplane.core.trust import SIGNATURES_MAX, Signature, key_id
 from readyplane.kit.clock import SystemClock
 from readyplane.kit.database import async_engine, migrate
@@ -294,6 +295,31 @@ async def test_facts_tell_tags_moves_and_uses(stores: Stores) -> None:
     assert facts[old].sequence < facts[new].sequence
     await stores.catalog.put_event(old, "retired", {}, now_s=NOW_S)
     assert old not in {f.digest for f in await stores.keeping.facts()}
+
+
+async def test_a_tag_that_was_taken_away_keeps_nothing_but_was_left_just_now(
+    stores: Stores,
+) -> None:
+    model = f"untag-{os.urandom(4).hex()}"
+    mine, _ = await published(stores, model)
+    name = f"{model}/prod"
+    await stores.catalog.set_tag(name, mine, expected_digest="", force=False, now_s=NOW_S)
+    with pytest.raises(Refused):
+        await stores.catalog.put_event(mine, "retired", {}, now_s=NOW_S)
+    await stores.catalog.remove_tag(name, expected_digest=mine, force=False, now_s=NOW_S + 7)
+    (facts,) = [f for f in await stores.keeping.facts() if f.model == model]
+    assert facts.tags == () and facts.left_s == NOW_S + 7
+    assert await stores.catalog.put_event(mine, "retired", {}, now_s=NOW_S + 8)
+
+
+async def test_what_is_withdrawn_may_be_retired_and_stays_withdrawn(stores: Stores) -> None:
+    """The word that nobody may resolve to it outlives its bytes, and their coming back."""
+    model = f"withdrawn-{os.urandom(4).hex()}"
+    bad, _ = await published(stores, model)
+    tag = withdrawn_tag(bad)
+    await stores.catalog.set_tag(tag, bad, expected_digest="", force=False, now_s=NOW_S)
+    assert await stores.catalog.put_event(bad, "retired", {}, now_s=NOW_S)
+    assert (await stores.catalog.tags_of([bad])) == {bad: (tag,)}
 
 
 async def test_the_database_refuses_to_change_what_is_only_added(database_url: str) -> None:

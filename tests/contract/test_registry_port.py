@@ -203,6 +203,25 @@ async def test_tags_move_by_compare_and_set(world: World) -> None:
         await world.registry.list_tags("tags/none")
 
 
+async def test_a_tag_is_taken_away_and_nobody_resolves_by_it(world: World) -> None:
+    a, b = await world.publish("untag"), await world.publish("untag")
+    await world.registry.set_tag("untag/prod", a)
+    with pytest.raises(Conflict) as caught:
+        await world.registry.remove_tag("untag/prod", expected_digest=b)
+    assert caught.value.found == a
+    gone = await world.registry.remove_tag("untag/prod", expected_digest=a)
+    assert (gone.name, gone.digest, gone.version) == ("untag/prod", "", 2)
+    with pytest.raises(NotFound):
+        await world.registry.resolve("untag/prod")
+    assert [t.digest for t in await world.registry.list_tags("untag/prod")] == ["", a]
+    assert "untag/prod" not in [t.name for t in await world.registry.list_tags()]
+    back = await world.registry.set_tag("untag/prod", b)
+    assert (back.digest, back.version) == (b, 3)
+    for name, error in (("untag/none", NotFound), ("bad name", InvalidField)):
+        with pytest.raises(error):
+            await world.registry.remove_tag(name, force=True)
+
+
 async def test_a_reference_is_a_digest_a_tag_or_a_model(world: World) -> None:
     old = await world.publish("resolve")
     new = await world.publish("resolve")

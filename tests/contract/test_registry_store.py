@@ -103,6 +103,52 @@ async def test_a_tag_moves_by_compare_and_set_and_keeps_its_history(store: Catal
     assert await store.tags_of([]) == {}
 
 
+async def test_a_tag_is_taken_away_by_compare_and_set_and_its_history_stays(
+    store: CatalogStore,
+) -> None:
+    mine, other = record(), record()
+    for one in (mine, other):
+        await store.put_manifest(one)
+    name = "gone/" + os.urandom(4).hex()
+    with pytest.raises(NotFound):
+        await store.remove_tag(name, expected_digest="", force=True, now_s=1.0)
+    await store.set_tag(name, mine.digest, expected_digest="", force=False, now_s=1.0)
+    for wrong in ("", other.digest):
+        with pytest.raises(Conflict) as caught:
+            await store.remove_tag(name, expected_digest=wrong, force=False, now_s=2.0)
+        assert caught.value.found == mine.digest
+    gone = await store.remove_tag(name, expected_digest=mine.digest, force=False, now_s=3.0)
+    assert (gone.digest, gone.version, gone.created_s) == ("", 2, 3.0)
+    again = await store.remove_tag(name, expected_digest=mine.digest, force=False, now_s=4.0)
+    assert again == gone, "the same answer, and no other version"
+    assert await store.get_tag(name) is None
+    assert name not in [t.name for t in await store.list_tags()]
+    assert mine.digest not in await store.tags_of([mine.digest])
+    with pytest.raises(Conflict) as caught:
+        await store.set_tag(name, other.digest, expected_digest=mine.digest, force=False, now_s=5.0)
+    assert caught.value.found == "no such tag"
+    back = await store.set_tag(name, other.digest, expected_digest="", force=False, now_s=6.0)
+    assert back.version == 3 and await store.get_tag(name) == back
+    told = [(t.digest, t.version) for t in await store.tag_history(name)]
+    assert told == [(other.digest, 3), ("", 2), (mine.digest, 1)]
+
+
+async def test_of_a_removal_and_a_move_at_once_exactly_one_wins(store: CatalogStore) -> None:
+    mine, other = record(), record()
+    for one in (mine, other):
+        await store.put_manifest(one)
+    for _round in range(6):
+        name = "either/" + os.urandom(4).hex()
+        await store.set_tag(name, mine.digest, expected_digest="", force=False, now_s=1.0)
+        at_once = (
+            store.remove_tag(name, expected_digest=mine.digest, force=False, now_s=2.0),
+            store.set_tag(name, other.digest, expected_digest=mine.digest, force=False, now_s=2.0),
+        )
+        answers = await asyncio.gather(*at_once, return_exceptions=True)
+        assert sum(isinstance(a, Conflict) for a in answers) == 1, answers
+        assert [t.version for t in await store.tag_history(name)] == [2, 1]
+
+
 async def test_a_tag_needs_its_manifest_and_an_expected_digest_its_tag(store: CatalogStore) -> None:
     unknown = "sha256:" + "2" * 64
     with pytest.raises(NotFound):

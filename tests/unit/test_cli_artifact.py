@@ -190,6 +190,23 @@ def test_tags_move_by_compare_and_set(
     assert cli("artifact", "show", "sha256:zz", *ONLY).code == 2
 
 
+def test_a_tag_is_taken_away_and_shows_where_it_has_pointed(
+    cli: Terminal, world: World, folder: Path
+) -> None:
+    argv = ("artifact", "publish", str(folder), "--model", "m", "--tag", "m:x", "--json", *GIVEN)
+    digest = cli(*argv).document["digest"]
+    stale = cli("artifact", "untag", "m:x", "--expected", "sha256:" + "0" * 64, *ONLY)
+    assert stale.code == 1
+    gone = cli("artifact", "untag", "m:x", "--json", *ONLY)
+    assert gone.code == 0 and gone.document == {"name": "m:x", "version": 2, "was": digest}
+    again = cli("artifact", "untag", "m:x", *ONLY)
+    assert again.code == 0 and "which pointed nowhere" in again.out
+    assert cli("artifact", "tag", "--json", *ONLY).document["tags"] == []
+    assert "taken away" in cli("artifact", "tag", "m:x", *ONLY).out
+    assert cli("artifact", "show", "m:x", *ONLY).code == 1
+    assert cli("artifact", "untag", "m:none", *ONLY).code == 1
+
+
 def test_verify_reads_every_byte(cli: Terminal, world: World, folder: Path) -> None:
     argv = ("artifact", "publish", str(folder), "--model", "m", "--json", *GIVEN)
     digest = cli(*argv).document["digest"]

@@ -133,6 +133,9 @@ async def test_tags_sources_and_transfers(server: tuple[Recorder, str]) -> None:
     plan = FetchPlan((RankedSource(SOURCE, 0.25, "nearest"),), ("s-2: quarantined",))
     recorder.answers = {
         "SetTag": lambda r: registry_pb2.SetTagResponse(tag=wire.tag_to_proto(tag)),
+        "RemoveTag": lambda r: registry_pb2.RemoveTagResponse(
+            tag=registry_pb2.Tag(name="prod", version=4)
+        ),
         "ListTags": lambda r: registry_pb2.ListTagsResponse(tags=[wire.tag_to_proto(tag)]),
         "AnnounceSource": lambda r: registry_pb2.AnnounceSourceResponse(ttl=wire.duration(4.5)),
         "WithdrawSource": lambda r: registry_pb2.WithdrawSourceResponse(),
@@ -148,6 +151,10 @@ async def test_tags_sources_and_transfers(server: tuple[Recorder, str]) -> None:
         "sha256:a",
         True,
     )
+    gone = await client.remove_tag("prod", expected_digest="sha256:b")
+    assert (gone.digest, gone.version) == ("", 4)
+    sent = recorder.requests["RemoveTag"][0]
+    assert (sent.name, sent.expected_digest, sent.force) == ("prod", "sha256:b", False)
     assert await client.list_tags("prod") == [tag]
     assert await client.announce_source(SOURCE) == 4.5
     assert wire.source_from_proto(recorder.requests["AnnounceSource"][0].source) == SOURCE

@@ -405,7 +405,7 @@ def tag(
         "tag", "version", "artifact", "since", right=("version",), fixed=("artifact",)
     )
     for each in found:
-        digest = output.short(each.digest)
+        digest = output.short(each.digest) if each.digest else "taken away"
         made.add_row(
             output.cell(each.name), str(each.version), digest, output.moment(each.created_s)
         )

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from readyplane.core.errors import Refused
+from readyplane.ports import Tag
 from readyplane_lab.cli import output
 from readyplane_lab.cli.artifact import Reference, resolve
 from readyplane_lab.cli.flags import Json, examples, switch
@@ -28,6 +29,9 @@ from readyplane_lab.cli.where import (
 SIGN_EXAMPLES = examples("readyplane artifact sign demo:latest --key release.pem")
 KEY_EXAMPLES = examples("readyplane artifact key new release.pem")
 RETIRE_EXAMPLES = examples("readyplane artifact retire sha256:… --reason superseded")
+UNTAG_EXAMPLES = examples(
+    "readyplane artifact untag demo:old", "readyplane artifact untag demo:old --expected sha256:…"
+)
 GC_EXAMPLES = examples("readyplane artifact gc --dry-run", "readyplane artifact gc --json")
 COLLECT_S_MAX = 3600.0
 KEPT_SHOWN_MAX = 20
@@ -84,6 +88,39 @@ async def _sign(where: Where, reference: str, signer: Any) -> tuple[str, bool]:
             digest, public_key=signer.public_key, envelope=signer.envelope(digest)
         )
         return digest, created
+
+
+def untag(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")],
+    expected: Annotated[
+        str,
+        typer.Option(metavar="DIGEST", help="Where it must point now (default: where it does)."),
+    ] = "",
+    force: Annotated[bool, switch("--force", text="From wherever it points.")] = False,
+    json: Json = False,
+    registry: RegistryAddress = "",
+) -> None:
+    """Take a tag away by compare-and-set; the artifact and the tag's history stay.
+
+    Nobody resolves by it any more; `readyplane artifact tag NAME` still shows where it has pointed.
+    """
+    where = find("registry", registry=registry)
+    before, tag = run(_untag(where, name, expected, force=force))
+    if json:
+        output.emit({"name": tag.name, "version": tag.version, "was": before})
+        return
+    was = f", which pointed at {output.short(before)}" if before else ", which pointed nowhere"
+    output.say(f"took away {tag.name} (version {tag.version}){was}")
+
+
+async def _untag(where: Where, name: str, expected: str, *, force: bool) -> tuple[str, Tag]:
+    async with registry_of(where) as registry:
+        held = (await registry.list_tags(name))[0].digest
+        if expected:
+            expected = (await resolve(registry, expected)).digest
+        elif not force:
+            expected = held
+        return held, await registry.remove_tag(name, expected_digest=expected, force=force)
 
 
 def retire(

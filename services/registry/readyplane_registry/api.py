@@ -191,6 +191,13 @@ def _add_tags(router: APIRouter, service: RegistryService) -> None:
             )
         )
 
+    @router.delete("/tags/{name:path}")
+    async def remove_tag(
+        name: str, expected_digest: str = "", force: bool = False
+    ) -> dict[str, Any]:
+        """Take a tag away by compare-and-set; its history stays, its digest is empty."""
+        return _tag(await service.remove_tag(name, expected_digest=expected_digest, force=force))
+
     @router.get("/resolve")
     async def resolve(
         reference: str,

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from readyplane.core.errors import Conflict, InvalidField, ReadyplaneError, Refused
+from readyplane.core.resolution import withdrawn_tag
 from readyplane.kit.clock import Clock
 from readyplane_registry.fetching import NoTally, Tally
 from readyplane_registry.keeping import KeepingStore
 from readyplane_registry.live import LiveStore
-from readyplane_registry.retention import Kept, RetentionPolicy, retention
+from readyplane_registry.retention import OF_MACHINES, Kept, RetentionPolicy, retention
 from readyplane_registry.store import CatalogStore
 
 log = logging.getLogger(__name__)
@@ -250,14 +251,22 @@ class Collecting:
         )
 
     async def _retire_needless(self, digest: str, kept: list[Kept]) -> bool:
-        """False when a tag came to point at it meanwhile."""
+        """False when a tag came to point at it meanwhile. Tags of agents are taken away first."""
         try:
+            for name in (await self._store.tags_of([digest])).get(digest, ()):
+                if name.startswith(OF_MACHINES) and name != withdrawn_tag(digest):
+                    await self._store.remove_tag(
+                        name, expected_digest=digest, force=False, now_s=self._clock.wall_s()
+                    )
             detail = {"reason": "collected: nothing needs it"}
             return await self._store.put_event(
                 digest, "retired", detail, now_s=self._clock.wall_s()
             )
         except Refused as refusal:
             kept.append(Kept(digest, refusal.reasons[0]))
+            return False
+        except Conflict:
+            kept.append(Kept(digest, "its tag moved just now"))
             return False
 
     async def _candidates(self, removal: ByteRemoval) -> dict[str, int]:

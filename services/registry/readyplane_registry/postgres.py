@@ -21,12 +21,14 @@ from readyplane.kit.database import database_errors
 from readyplane.ports import Tag
 from readyplane_registry.store import (
     ManifestRecord,
+    holding,
     retired_manifest,
     says_something,
     tag_conflict,
     tagged_manifest,
     too_many_signatures,
     unknown_manifest,
+    unknown_tag,
 )
 
 LINE = "sequence, digest, kind, model, size_bytes, file_count, tensor_count, create_time"
@@ -91,7 +93,7 @@ MOVE_TAG = text(
     " ON CONFLICT (name) DO UPDATE SET digest = excluded.digest, version = excluded.version,"
     " change = excluded.change, create_time = excluded.create_time"
 )
-LIST_TAGS = text(f"SELECT {TAG} FROM tags ORDER BY change DESC")
+LIST_TAGS = text(f"SELECT {TAG} FROM tags WHERE digest IS NOT NULL ORDER BY change DESC")
 HISTORY = text(f"SELECT {TAG} FROM tag_history WHERE name = :name ORDER BY version DESC")
 TAGS_OF = text("SELECT digest, name FROM tags WHERE digest IN :digests ORDER BY name").bindparams(
     bindparam("digests", expanding=True)
@@ -169,8 +171,9 @@ class PostgresCatalog:
                     raise unknown_manifest(digest)
                 if retires:
                     rows = (await connection.execute(TAGS_OF, {"digests": [digest]})).all()
-                    if rows:
-                        raise tagged_manifest(digest, [row.name for row in rows])
+                    tags = holding(digest, [row.name for row in rows])
+                    if tags:
+                        raise tagged_manifest(digest, tags)
                 return await _append(connection, digest, event, detail, now_s)
 
     async def trail(self, digest: str) -> Trail:
@@ -224,21 +227,29 @@ class PostgresCatalog:
                     raise tag_conflict(name, expected_digest, found)
                 if await _state(connection, digest) == "retired":
                     raise retired_manifest(f"tag {name!r}", digest)
-                version = held.version + 1 if held else 1
-                values = {
-                    "name": name,
-                    "digest": digest,
-                    "version": version,
-                    "create_time": utc(now_s),
-                }
-                await connection.execute(ADD_HISTORY, values)
-                await connection.execute(MOVE_TAG, values)
-                return Tag(name, digest, version, utc(now_s).timestamp())
+                return await _move(connection, name, digest, held, now_s)
+
+    async def remove_tag(
+        self, name: str, *, expected_digest: str, force: bool, now_s: float
+    ) -> Tag:
+        """See `CatalogStore`."""
+        with database_errors():
+            async with self._engine.begin() as connection:
+                await connection.execute(LOCK_REFERENCES)
+                await connection.execute(LOCK_TAG, {"name": name})
+                held = await _tag_now(connection, name)
+                if held is None:
+                    raise unknown_tag(name)
+                if not held.digest:
+                    return held
+                if not force and held.digest != expected_digest:
+                    raise tag_conflict(name, expected_digest, held.digest)
+                return await _move(connection, name, "", held, now_s)
 
     async def get_tag(self, name: str) -> Tag | None:
         """See `CatalogStore`."""
         rows = await self._read(GET_TAG, name=name)
-        return _tag(rows[0]) if rows else None
+        return _tag(rows[0]) if rows and rows[0].digest is not None else None
 
     async def list_tags(self) -> list[Tag]:
         """See `CatalogStore`."""
@@ -261,6 +272,22 @@ class PostgresCatalog:
         with database_errors():
             async with self._engine.connect() as connection:
                 return (await connection.execute(statement, values)).all()
+
+
+async def _move(
+    connection: AsyncConnection, name: str, digest: str, held: Tag | None, now_s: float
+) -> Tag:
+    """The next version of a tag, whose name is locked; an empty digest is nowhere."""
+    version = held.version + 1 if held else 1
+    values = {
+        "name": name,
+        "digest": digest or None,
+        "version": version,
+        "create_time": utc(now_s),
+    }
+    await connection.execute(ADD_HISTORY, values)
+    await connection.execute(MOVE_TAG, values)
+    return Tag(name, digest, version, utc(now_s).timestamp())
 
 
 async def _tag_now(connection: AsyncConnection, name: str) -> Tag | None:
@@ -307,7 +334,7 @@ async def _append(
 
 
 def _tag(row: Row[Any]) -> Tag:
-    return Tag(row.name, row.digest, row.version, row.create_time.timestamp())
+    return Tag(row.name, row.digest or "", row.version, row.create_time.timestamp())
 
 
 def _record(row: Row[Any]) -> ManifestRecord:

@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from readyplane.core.resolution import WITHDRAWN
+
 DAY_S = 86_400.0
 NAMES_SHOWN_MAX = 3
+OF_MACHINES = ("compile/", "kv/", WITHDRAWN)
+"""How tags begin that agents set. Each names what it was made for and none is ever taken back, so that
+none keeps an artifact by itself: it stays as long as somebody asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,8 @@ def retention(
     for facts in manifests:
         is_newest = newest[facts.model, facts.kind] == facts.sequence
         why = next((told for rule in RULES if (told := rule(facts, now_s, policy))), "")
-        if not why and is_newest:
+        withdrawn = any(name.startswith(WITHDRAWN) for name in facts.tags)
+        if not why and is_newest and not withdrawn:
             why = f"newest {facts.kind} of model {facts.model}, which its name resolves to"
         if why:
             kept.append(Kept(facts.digest, why))
@@ -93,8 +99,9 @@ def retention(
 
 
 def _tagged(facts: ManifestFacts, _now_s: float, _policy: RetentionPolicy) -> str:
-    shown = ", ".join(facts.tags[:NAMES_SHOWN_MAX])
-    return f"tag {shown} points at it" if facts.tags else ""
+    tags = [name for name in facts.tags if not name.startswith(OF_MACHINES)]
+    shown = ", ".join(tags[:NAMES_SHOWN_MAX])
+    return f"tag {shown} points at it" if tags else ""
 
 
 def _left(facts: ManifestFacts, now_s: float, policy: RetentionPolicy) -> str:

@@ -106,6 +106,14 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
         )
         return pb.SetTagResponse(tag=tag_to_proto(tag))
 
+    async def RemoveTag(
+        self, request: pb.RemoveTagRequest, context: Context
+    ) -> pb.RemoveTagResponse:
+        tag = await self._service.remove_tag(
+            request.name, expected_digest=request.expected_digest, force=request.force
+        )
+        return pb.RemoveTagResponse(tag=tag_to_proto(tag))
+
     async def ListTags(self, request: pb.ListTagsRequest, context: Context) -> pb.ListTagsResponse:
         tags = await self._service.list_tags(request.name)
         return pb.ListTagsResponse(tags=[tag_to_proto(tag) for tag in tags])

@@ -302,6 +302,19 @@ class RegistryService:
             self._tally.count("conflicts", what="tag")
             raise
 
+    async def remove_tag(self, name: str, *, expected_digest: str = "", force: bool = False) -> Tag:
+        """Take a tag away by compare-and-set; its history stays. Raises Conflict, NotFound."""
+        catalog.check_tag_name(name)
+        if expected_digest:
+            check_digest(expected_digest, where="expected_digest")
+        try:
+            return await self._store.remove_tag(
+                name, expected_digest=expected_digest, force=force, now_s=self._clock.wall_s()
+            )
+        except Conflict:
+            self._tally.count("conflicts", what="tag")
+            raise
+
     async def list_tags(self, name: str = "") -> list[Tag]:
         """Current tags, or the history of one, newest first. Raises NotFound for an unknown one."""
         if not name:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from readyplane.core.errors import Conflict, NotFound, Refused
 from readyplane.core.identity import Manifest, parse
+from readyplane.core.resolution import withdrawn_tag
 from readyplane.core.trust import SIGNATURES_MAX, ManifestEvent, Signature, Trail
 from readyplane.ports import Tag
 
@@ -82,7 +83,8 @@ class CatalogStore(Protocol):
     ) -> bool:
         """Append an event; False when it says what the last one of its kind says.
 
-        A manifest that a tag points at is not retired; what is not retired is not restored.
+        A manifest that a tag points at is not retired, but for the tag that says it is withdrawn;
+        what is not retired is not restored.
 
         Raises:
             NotFound: no such manifest. Refused: a tag points at what is to be retired.
@@ -120,8 +122,21 @@ class CatalogStore(Protocol):
         """
         ...
 
+    async def remove_tag(
+        self, name: str, *, expected_digest: str, force: bool, now_s: float
+    ) -> Tag:
+        """Let the tag point nowhere, if it points where the caller believes; its history stays.
+
+        The answer has an empty digest, and so has the history's newest line. A tag that points
+        nowhere already is returned as it is; set again, its versions go on.
+
+        Raises:
+            Conflict: the tag points elsewhere. NotFound: there was never such a tag.
+        """
+        ...
+
     async def get_tag(self, name: str) -> Tag | None:
-        """Where the tag points now."""
+        """Where the tag points now; None when it never was or points nowhere."""
         ...
 
     async def list_tags(self) -> list[Tag]:
@@ -129,7 +144,7 @@ class CatalogStore(Protocol):
         ...
 
     async def tag_history(self, name: str) -> list[Tag]:
-        """Every place the tag has pointed at, newest first."""
+        """Every place the tag has pointed at, newest first; an empty digest is nowhere."""
         ...
 
     async def tags_of(self, digests: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -145,6 +160,16 @@ def tag_conflict(name: str, expected_digest: str, found: str) -> Conflict:
         found or "no such tag",
         "read the tag again and repeat with what it points at now, or force it",
     )
+
+
+def unknown_tag(name: str) -> NotFound:
+    """The error for a tag that never was."""
+    return NotFound("tag", name, "list the tags there are")
+
+
+def holding(digest: str, tags: Sequence[str]) -> tuple[str, ...]:
+    """Of the tags that point at a manifest, those that speak against retiring it."""
+    return tuple(name for name in tags if name != withdrawn_tag(digest))
 
 
 def unknown_manifest(digest: str) -> NotFound:
@@ -215,7 +240,7 @@ class MemoryCatalog:
         if digest not in self._manifests:
             raise unknown_manifest(digest)
         trail = await self.trail(digest)
-        tags = (await self.tags_of([digest])).get(digest, ())
+        tags = holding(digest, (await self.tags_of([digest])).get(digest, ()))
         if event == "retired" and tags:
             raise tagged_manifest(digest, tags)
         if not says_something(trail, event, detail):
@@ -283,10 +308,27 @@ class MemoryCatalog:
         self._changes = [*(n for n in self._changes if n != name), name]
         return tag
 
+    async def remove_tag(
+        self, name: str, *, expected_digest: str, force: bool, now_s: float
+    ) -> Tag:
+        """See `CatalogStore`."""
+        history = self._history.get(name)
+        if not history:
+            raise unknown_tag(name)
+        found = history[-1].digest
+        if not found:
+            return history[-1]
+        if not force and found != expected_digest:
+            raise tag_conflict(name, expected_digest, found)
+        tag = Tag(name, "", len(history) + 1, now_s)
+        self._history[name] = [*history, tag]
+        self._changes = [n for n in self._changes if n != name]
+        return tag
+
     async def get_tag(self, name: str) -> Tag | None:
         """See `CatalogStore`."""
         history = self._history.get(name)
-        return history[-1] if history else None
+        return history[-1] if history and history[-1].digest else None
 
     async def list_tags(self) -> list[Tag]:
         """See `CatalogStore`."""
