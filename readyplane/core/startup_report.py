@@ -24,6 +24,7 @@ TEMPERATURE: Mapping[str, str] = {
     WeightTier.L4_OBJECT: COLD,
 }
 UNEXPLAINED = "unexplained"
+STANDBY = "standby"
 QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -33,6 +34,7 @@ class Start:
 
     Attributes:
         worker_class, tier, mode, pool: what was started how; empty where nobody told.
+        from_standby: a process that had imported everything took the order.
         wall_s: order to routable. segments: with times since the order.
         exclusive_s: share of each segment in the critical path. unexplained_s: the rest.
         upgraded_s: from routable until it had all its graphs, of a start in stages that got them.
@@ -47,6 +49,7 @@ class Start:
     tier: str = ""
     mode: str = ""
     pool: str = ""
+    from_standby: bool = False
     upgraded_s: float | None = None
 
     @property
@@ -62,7 +65,8 @@ class Start:
     @property
     def labels(self) -> frozenset[str]:
         """Every word by which this start can be chosen for a comparison."""
-        words = (self.temperature, self.worker_class, self.tier, self.mode, self.pool)
+        standby = STANDBY if self.from_standby else ""
+        words = (self.temperature, self.worker_class, self.tier, self.mode, self.pool, standby)
         return frozenset(word for word in words if word)
 
 
@@ -113,11 +117,15 @@ class Difference:
 
 
 def grouped(starts: Iterable[Start]) -> list[StartGroup]:
-    """A group for each class, tier and mode, in that order."""
-    found: dict[tuple[str, str, str], list[Start]] = {}
+    """A group for each class, tier and mode, in that order; starts of a standby's process apart."""
+    found: dict[tuple[str, str, str, bool], list[Start]] = {}
     for start in starts:
-        found.setdefault((start.worker_class, start.tier, start.mode), []).append(start)
-    names = {key: ", ".join(word or "?" for word in key) for key in found}
+        key = (start.worker_class, start.tier, start.mode, start.from_standby)
+        found.setdefault(key, []).append(start)
+    names = {
+        key: ", ".join([*(word or "?" for word in key[:3]), *([STANDBY] if key[3] else [])])
+        for key in found
+    }
     return [summed(names[key], found[key]) for key in sorted(found)]
 
 

@@ -1,5 +1,7 @@
 """Starts in groups: shares sum to T_ready, quantiles, and what a comparison says (R6.2)."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +35,15 @@ def test_a_group_for_each_class_tier_and_mode() -> None:
     assert (far.p50_s, far.p90_s, far.p99_s, far.mean_s) == (10.0, 20.0, 20.0, 15.0)
     assert list(far.exclusive_s) == ["weight_transfer", "compile"] and far.modelled == {"compile"}
     assert far.dominant == "weight_transfer" and far.typical.worker_id == "c1"
+
+
+def test_starts_of_a_standbys_process_are_a_group_of_their_own() -> None:
+    told = replace(start("s1", 2.0, "L0"), from_standby=True)
+    assert [(g.name, g.count) for g in grouped([*WARM, told])] == [
+        ("h200, L0, jit", 1),
+        ("h200, L0, jit, standby", 1),
+    ]
+    assert chosen([*WARM, told], "standby") == [told]
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 100), st.floats(0, 1), st.floats(0, 1)), min_size=1))

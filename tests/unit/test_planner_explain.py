@@ -126,7 +126,7 @@ def test_a_gate_that_refuses_says_which_check() -> None:
 
 def test_a_failed_start_says_where_it_ended_and_why() -> None:
     start = {**START, "failure": "the canary was wrong", "ended_in": "canary"}
-    more = {"worker_class": "h200", "mode": "aot", "checks": []}
+    more: dict[str, Any] = {"worker_class": "h200", "mode": "aot", "checks": []}
     lost = told("failed", 8.0, note="exit code 3", start=start, **more)
     (found,) = explanation(ORDERED, [*WHOLE[:3], lost], {})["starts"]
     assert (found["status"], found["ended_in"]) == ("failed", "canary")
@@ -134,6 +134,19 @@ def test_a_failed_start_says_where_it_ended_and_why() -> None:
     assert (found["worker_class"], found["mode"]) == ("h200", "aot")
     (fine,) = explanation(ORDERED, WHOLE, {})["starts"]
     assert fine["ended_in"] is None
+
+
+def test_a_standby_that_passed_the_gate_has_started_and_one_with_a_process_has_not() -> None:
+    proved = told("stood_by", 8.0, start=START, worker_class="h200", holds="weights", tier="L2")
+    (found,) = explanation(ORDERED, [*WHOLE[:3], proved, told("failed", 90.0)], {})["starts"]
+    assert (found["status"], found["wall_s"]) == ("stood_by", START["wall_s"])
+    assert (found["worker_class"], found["from_standby"]) == ("h200", False)
+    bare = told("stood_by", 2.0, holds="process")
+    (waits,) = explanation(ORDERED, [*WHOLE[:3], bare], {})["starts"]
+    assert waits["status"] == "starting" and waits["wall_s"] is None
+    served = told("ready", 60.0, start=START, worker_class="h200", holds="process")
+    (late,) = explanation(ORDERED, [*WHOLE[:3], bare, served], {})["starts"]
+    assert late["status"] == "ready" and late["from_standby"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError
+from readyplane.core.worker import Holds
 from readyplane_lab.cli import output
 from readyplane_lab.cli.faults import note
 from readyplane_lab.cli.flags import Json, examples
@@ -46,7 +47,9 @@ def report(
     model: Annotated[str, typer.Option(metavar="M", help="Only of this model.")] = "",
     compare: Annotated[
         str,
-        typer.Option(metavar="A,B", help="Two of: cold, warm, a class, a tier, a mode, a pool."),
+        typer.Option(
+            metavar="A,B", help="Two of: cold, warm, standby, a class, a tier, a mode, a pool."
+        ),
     ] = "",
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the waterfalls.")] = None,
     source: Annotated[
@@ -120,6 +123,7 @@ def report(
 async def _collect(where: Where, model: str, limit: int) -> tuple[list[Start], list[FailedStart]]:
     """From the planner's journal, and from the router what nobody's decision ordered."""
     from readyplane_lab.cli.startup_documents import failed_of, start_of
+    from readyplane_planner.explain import PROVED
 
     found: dict[str, Start] = {}
     failed: dict[str, FailedStart] = {}
@@ -127,7 +131,7 @@ async def _collect(where: Where, model: str, limit: int) -> tuple[list[Start], l
         for decision in await planner.list_decisions(model=model, limit=limit, changes_only=True):
             told = await planner.explain(str(decision["decision_id"]))
             for start in told["starts"]:
-                if start["status"] == "ready" and start["wall_s"]:
+                if start["status"] in PROVED and start["wall_s"]:
                     found[str(start["worker_id"])] = start_of(start)
                 elif start["status"] == "failed":
                     failed[str(start["worker_id"])] = failed_of(start)
@@ -150,7 +154,10 @@ async def _collect(where: Where, model: str, limit: int) -> tuple[list[Start], l
             "mode": str(offer.mode),
             "tier": "" if worker.serving is None else str(worker.serving.tier),
             "pool": str(offer.counts_as),
+            "from_standby": offer.holds is Holds.PROCESS,
         }
+        if worker.holds is Holds.PROCESS:
+            continue  # it waits with a process, and has begun no start
         if document["failure"] and worker.ready_s is None:
             failed[worker.worker_id] = failed_of(document)
         elif document["wall_s"] and not document["failure"] and str(worker.state) in ENDED:

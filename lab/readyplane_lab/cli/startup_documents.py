@@ -56,6 +56,7 @@ def start_of(document: Mapping[str, Any]) -> Start:
         **{
             name: str(document.get(name) or "") for name in ("worker_class", "tier", "mode", "pool")
         },
+        from_standby=bool(document.get("from_standby")),
     )
 
 
@@ -86,6 +87,7 @@ def start_document(start: Start) -> dict[str, Any]:
     return {
         **{n: getattr(start, n) for n in ("worker_id", "worker_class", "tier", "mode", "pool")},
         "temperature": start.temperature or None,
+        "from_standby": start.from_standby,
         "wall_s": start.wall_s,
         "exclusive_s": dict(start.exclusive_s),
         "unexplained_s": start.unexplained_s,

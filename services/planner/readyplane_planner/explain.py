@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from readyplane.core.worker import Holds
 from readyplane_planner.journal import Outcome, Record
 from readyplane_planner.judgement import to_judge
 from readyplane_planner.timeline import timeline
 
 ENDS = ("ready", "failed", "refused", "released")
+PROVED = ("ready", "stood_by")
+"""A start that came to its end: it serves, or it stands by and has passed the gate."""
 
 
 def explanation(
@@ -70,9 +73,8 @@ def _start(
     """Desired → provisioned → ready of one ordered worker, in seconds since the decision."""
     found = by_subject.get(worker_id, {})
     row = live.get(worker_id)
-    ready = found.get("ready")
+    ready = found.get("ready") or _proved_standby(found)
     start: Mapping[str, Any] = {}
-    sample: Mapping[str, Any] = {} if ready is None else ready.document.get("sample") or {}
     if ready is not None:
         start = ready.document.get("start") or {}
     elif row is not None and row.get("start"):
@@ -80,13 +82,16 @@ def _start(
     elif "failed" in found:
         start = found["failed"].document.get("start") or {}
     end = next((kind for kind in ENDS if kind in found), None)
+    if ready is not None:  # whatever became of it later, its start had come to its end
+        end = ready.kind
     lost: Mapping[str, Any] = found["failed"].document if end == "failed" else {}
     status = end or ("starting" if row is not None or "ordered" in found else "ordered")
     after = {
         kind: round(found[kind].at_s - record.create_s, 3)
-        for kind in ("ordered", "provisioned", *ENDS)
+        for kind in ("ordered", "provisioned", "stood_by", *ENDS)
         if kind in found
     }
+    told = _who(ready, lost)
     later = next((found[k].document for k in ("upgraded", "upgrade_failed") if k in found), None)
     exclusive = dict(start.get("exclusive_s") or {})
     dominant = max(exclusive, key=lambda name: (exclusive[name], name)) if exclusive else None
@@ -104,13 +109,25 @@ def _start(
         "dominant_segment": dominant,
         "blocking_segment": start.get("blocking_segment"),
         "tier": ready.document.get("tier") if ready is not None else None,
-        "worker_class": sample.get("worker_class") or lost.get("worker_class"),
-        "mode": sample.get("mode") or lost.get("mode"),
+        "worker_class": told.get("worker_class"),
+        "mode": told.get("mode"),
+        "from_standby": told.get("holds") == Holds.PROCESS,
         "note": note,
         "failure": start.get("failure") or "",
         "ended_in": start.get("ended_in") or start.get("blocking_segment") if lost else None,
         "log_tail": start.get("log_tail", "") or _log_of(found),
     }
+
+
+def _proved_standby(found: Mapping[str, Outcome]) -> Outcome | None:
+    """What a standby told that passed the gate; one with a process only has told of no start yet."""
+    told = found.get("stood_by")
+    return told if told is not None and told.document.get("start") else None
+
+
+def _who(ready: Outcome | None, lost: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Class and mode of a start, as far as they were told; older planners told them in the sample."""
+    return lost if ready is None else {**(ready.document.get("sample") or {}), **ready.document}
 
 
 def _log_of(found: Mapping[str, Outcome]) -> str:
@@ -134,7 +151,7 @@ def _answer(starts: Sequence[Mapping[str, Any]], drains: Sequence[Mapping[str, A
     timed = [s for s in starts if s["wall_s"] is not None]
     if timed:
         slowest = max(timed, key=lambda s: (s["wall_s"], s["worker_id"]))
-        verb = "took" if slowest["status"] == "ready" else "has taken"
+        verb = "took" if slowest["status"] in PROVED else "has taken"
         sentence = f"{slowest['worker_id']} {verb} {slowest['wall_s']:.1f} s from its order"
         name = slowest["dominant_segment"]
         if name is not None:

@@ -246,6 +246,9 @@ class Follower:
             "start": start_document(worker),
             "tier": str(worker.serving.tier) if worker.serving is not None else "unknown",
             "role": str(worker.offer.counts_as),
+            "worker_class": worker.offer.worker_class,
+            "mode": str(worker.offer.mode),
+            "holds": str(worker.offer.holds),
             "checks": _checks(worker),
         }
         if worker.ready_s is not None:
