@@ -57,6 +57,7 @@ def as_text(model: str, *, context: int, characters_per_token: float) -> Body:
             "max_tokens": request.osl,
             "ignore_eos": True,
             "temperature": 0,
+            "return_token_ids": True,
         }
 
     return body

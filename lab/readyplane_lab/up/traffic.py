@@ -201,7 +201,9 @@ class Traffic:
                     break
                 if usage := chunk.get("usage"):
                     tokens = usage["completion_tokens"]
-                if any(choice.get("text") for choice in chunk.get("choices", ())):
+                # A token may be no text yet: part of a letter, or one that is never written.
+                choices = chunk.get("choices", ())
+                if any(c.get("text") or c.get("token_ids") for c in choices):
                     first_s = first_s if first_s is not None else now_s
                     last_s = now_s
         if problem or not done or first_s is None or last_s is None:
