@@ -38,6 +38,7 @@ from readyplane_lab.simulator.script import Mishaps, Script, Stage
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.simulator.telemetry import SteppedClock, Telemetry
+from readyplane_lab.simulator.unmodelled import refuse_unmodelled
 from readyplane_lab.simulator.watch import Witness
 from readyplane_lab.simulator.worker import BLOCK_SIZE, Begin, SimWorker, Site
 from readyplane_lab.simulator.world_result import (
@@ -114,6 +115,7 @@ class World:
         self.options = options
         self.clock = VirtualClock(loop)
         self.policy = read_policy(options.policy)
+        refuse_unmodelled(self.policy)
         self.artifacts = Artifacts(self.policy.model)
         self.slo = Slo(self.policy.slo.ttft_s, self.policy.slo.tpot_s)
         self.classes = _classes(self.policy.prefill, self.policy.decode, options.classes)

@@ -16,6 +16,7 @@ from readyplane_lab.simulator.fluid.floor import Floor
 from readyplane_lab.simulator.fluid.mishaps import Mishaps
 from readyplane_lab.simulator.fluid.options import FluidOptions
 from readyplane_lab.simulator.outcome import RunResult
+from readyplane_lab.simulator.unmodelled import refuse_unmodelled
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_planner.decide import Decision
 from readyplane_planner.policy import Policy, make_plan, pool_profiles, read_policy
@@ -77,6 +78,7 @@ def _of_one_class(policy: Policy) -> Policy:
 
 def _check(policy: Policy) -> None:
     """Refuse what a fluid has not: workers that change their stage."""
+    refuse_unmodelled(policy)
     if policy.flip:
         remedy = "play it by events, or leave it out"
         raise InvalidField("policy.flip", policy.flip, remedy)

@@ -16,13 +16,19 @@ class StagedEngineModel(EngineModel):
     withheld = 0
 
     def withhold(self, blocks: int, now_s: float) -> bool:
-        """Take blocks that nobody uses out of the pool; False when there are not so many now.
+        """Take blocks out of the pool that nobody uses or will; False when there are not so many now.
 
-        Idle ones that hold a prefix go first to last used, and are told as removed.
+        Who is here, running or waiting, is left all that its whole answer takes: none of them is ever
+        preempted for it. Idle blocks that hold a prefix go first to last used, and are told as removed.
         """
         self._interrupt(now_s)
-        reserved = self._batch.blocks_for(1) if self._batch.members else 0
-        if blocks + reserved > self.pool.available or blocks >= self.pool.total:
+        size = self.block_size
+        claimed = sum(
+            -(-(s.request.prompt_tokens + s.request.output_tokens) // size)
+            for s in self._all.values()
+        )
+        fits = claimed + blocks <= self.pool.total and blocks < self.pool.total
+        if not fits or blocks > self.pool.available:
             return False
         self.pool.take(blocks)
         self._told_evictions(now_s)
