@@ -166,6 +166,13 @@ async def test_ranks_read_from_a_worker_of_one(tmp_path: Path, demo: DemoModel) 
         came = [s.detail for s in two.progress.segments if s.name is SegmentName.WEIGHT_TRANSFER]
         assert any("peer:one" in detail for detail in came), came
 
+        # kill -9 of the agent: no rank outlives it.
+        left = [await process_of(c, "two", rank) for rank in (0, 1)]
+        c.agents["two"].kill()
+        await c.ended("two")
+        await asyncio.to_thread(psutil.wait_procs, left, timeout=10)
+        assert not any(rank.is_running() for rank in left)
+
 
 async def test_a_rank_that_hangs_ends_the_group(tmp_path: Path, demo: DemoModel) -> None:
     """SIGSTOP: nothing dies, and nobody answers the beats any more."""

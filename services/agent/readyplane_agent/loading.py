@@ -108,6 +108,8 @@ class Loading:
     def loader(self, arena: Arena, trace: StartTrace) -> Loader:
         """Brings them into the arena, within this process's share of the node's staging."""
         manifest = arena.manifest
+        if self._s.transport == "nixl" and not arena.whole_files:
+            log.warning("weights of %d ranks come over TCP, not NIXL", arena.world)
         return Loader(
             arena,
             registry=self.registry,

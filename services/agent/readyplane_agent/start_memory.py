@@ -49,6 +49,8 @@ async def arena_for(
         from readyplane_agent.group_arena import GroupArena  # numpy, which one rank does without
         from readyplane_agent.group_plan import plan_group
 
+        if s.pool_dir is not None or s.weights_memory == "map":
+            log.info("memory of %d ranks is new: neither of the pool nor mapped", s.tp)
         return GroupArena(manifest, await asyncio.to_thread(plan_group, manifest, tp=s.tp))
     if s.weights_memory == "map" and cache is not None:
         mapped = await mapped_arena(manifest, cache, node=s.node, clock=clock, trace=trace)

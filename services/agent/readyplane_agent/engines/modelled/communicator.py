@@ -22,8 +22,8 @@ from pathlib import Path
 from readyplane.core.errors import Unavailable
 from readyplane.kit.clock import Clock
 
-CONNECT_LIMIT_S = 60.0
-# A rank may be this much later than another in a step that all take part in.
+# A rank may be this much later than another, at first and in a step that all take part in.
+CONNECT_LIMIT_S = 600.0
 ANSWER_LIMIT_S = 600.0
 BEAT_EVERY_S = 1.0
 BEAT_LIMIT_S = 10.0

@@ -105,6 +105,9 @@ async def _beside(work: Callable[[], T]) -> T:
                 found = work()
             except ReadyplaneError as error:
                 loop.call_soon_threadsafe(tell, done.set_exception, error)
+            except Exception as error:  # whatever it is, whoever waits here is to see it
+                LOG.exception("the group broke")
+                loop.call_soon_threadsafe(tell, done.set_exception, error)
             else:
                 loop.call_soon_threadsafe(tell, done.set_result, found)
 
