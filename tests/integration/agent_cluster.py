@@ -112,16 +112,24 @@ async def real_registry(manifest: Manifest, storage_url: str) -> RegistryService
 
 @asynccontextmanager
 async def cluster(
-    tmp_path: Path, demo: DemoModel, fault: Fault | None = None, *, peers: bool = False
+    tmp_path: Path,
+    demo: DemoModel,
+    fault: Fault | None = None,
+    *,
+    peers: bool = False,
+    placed: Callable[[Manifest], Manifest] = lambda manifest: manifest,
 ) -> AsyncIterator[Cluster]:
-    """Everything but agents; with `peers` the registry is the real one, which knows of them."""
+    """Everything but agents; with `peers` the registry is the real one, which knows of them.
+
+    `placed` says how the artifact was published.
+    """
     facts = Facts(config=demo.config, canary=demo.canary)
     manifest, *_ = build_manifest(demo.folder, model=MODEL, facts=facts)
     files: Mapping[str, bytes] = {
         e.path: (demo.folder / e.path).read_bytes() for e in manifest.files
     }
     with serving(files, fault) as store:
-        async with _cluster(tmp_path, manifest, store, peers=peers) as world:
+        async with _cluster(tmp_path, placed(manifest), store, peers=peers) as world:
             yield world
 
 

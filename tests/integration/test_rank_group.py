@@ -5,12 +5,14 @@ import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from readyplane.core.identity import Manifest
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.core.worker import Worker, WorkerState
 from readyplane_agent.engines.openai import OpenAiEngine
@@ -172,6 +174,28 @@ async def test_ranks_read_from_a_worker_of_one(tmp_path: Path, demo: DemoModel) 
         await c.ended("two")
         await asyncio.to_thread(psutil.wait_procs, left, timeout=10)
         assert not any(rank.is_running() for rank in left)
+
+
+def by_turns(manifest: Manifest) -> Manifest:
+    """Published for two ranks: every other tensor is rank 1's."""
+    tensors = tuple(replace(t, ranks=(n % 2,)) for n, t in enumerate(manifest.tensors))
+    return replace(manifest, tensors=tensors, tp=2)
+
+
+async def test_an_artifact_placed_for_two_ranks(tmp_path: Path, demo: DemoModel) -> None:
+    """R10.3: each rank has what it owns; a worker of another size does not start."""
+    async with cluster(tmp_path, demo, placed=by_turns) as c:
+        await asyncio.gather(
+            c.agent("two", "prefill", *TWO),
+            c.agent("one", "prefill", TWO[-1]),
+            c.agent("four", "prefill", "--tp", "4", TWO[-1]),
+        )
+        two = await c.ready("two")
+        ranks = worker_row(two)["ranks"]
+        assert [rank["tensors"] for rank in ranks] == [3, 3]
+        for name, says in (("one", "no rank of 1 owns it"), ("four", "placed for 2")):
+            assert await c.ended(name) == ExitCode.START_FAILED
+            assert says in log(c, name)
 
 
 async def test_a_rank_that_hangs_ends_the_group(tmp_path: Path, demo: DemoModel) -> None:
