@@ -67,7 +67,7 @@ class EngineSpec:
             what needs no weights, and waits until `tensor_table_path` exists (write it last, by
             rename, when every chunk is verified).
         graph_stages: ready with few graphs; more are captured afterwards (`offers.StagesGraphs`).
-            An engine that cannot raises Unsupported at `start`.
+            Never set for an engine that has no such stages.
         ranks: the ranks beside rank 0, whose memory is `arena_path`; empty for an engine that is
             one process to us, however many it starts itself.
         extra_args: appended to its command line.
