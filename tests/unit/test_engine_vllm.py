@@ -16,14 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from readyplane.core import gate_checks as gc
 from readyplane.core.errors import IdentityMismatch, InvalidField, Unavailable, Unsupported
 from readyplane.core.startup import SegmentName, StartMode, critical_path
-from readyplane.core.worker import Role
+from readyplane.core.worker import CheckResult, Role
 from readyplane.kit.clock import SystemClock
+from readyplane_agent import basics
 from readyplane_agent.adopt import AdoptedArena
 from readyplane_agent.engines import vllm, vllm_command, vllm_compiled, vllm_launch, vllm_plugin
-from readyplane_agent.engines.choice import engine_for
+from readyplane_agent.engines.choice import TellsFormats, engine_for
 from readyplane_agent.engines.layout import ArenaLayout, TensorSlot, tensor_table_document
+from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.engines.vllm_hooks import facts_of
 from readyplane_agent.engines.vllm_kept import may_keep
@@ -374,6 +377,7 @@ def test_the_facts_of_an_engine() -> None:
         model_config=types.SimpleNamespace(
             dtype="torch.bfloat16",
             quantization=None,
+            hf_config=types.SimpleNamespace(quantization_config=None),
             hf_text_config=types.SimpleNamespace(rope_parameters={"rope_theta": 10000.0}),
         ),
         parallel_config=types.SimpleNamespace(tensor_parallel_size=1),
@@ -386,6 +390,53 @@ def test_the_facts_of_an_engine() -> None:
     config.model_config.hf_text_config = types.SimpleNamespace()
     assert facts_of(config)["kv_dtype"] == "fp8_e4m3"
     assert facts_of(config)["positions"] == "unknown"
+    config.model_config.quantization = "gptq_marlin"
+    assert facts_of(config)["quantisation"] == "gptq_marlin", "it quantises what was plain"
+    config.model_config.hf_config.quantization_config = {"quant_method": "gptq"}
+    assert facts_of(config)["quantisation"] == "as configured"
+
+
+async def test_formats_are_told_in_the_manifests_names(tmp_path: Path) -> None:
+    marks = tmp_path / "engine-marks.jsonl"
+    program = program_in(tmp_path / "bin", "head -n 1; sleep 60")
+    engine = vllm.VllmEngine(clock=SystemClock(), program=program)
+    assert isinstance(engine, TellsFormats)
+    assert engine.formats() == {}
+    (tmp_path / "config.json").write_text(json.dumps({"quantisation": "fp8"}))
+    await engine.start(spec(tmp_path))
+    try:
+        for told, expected in (("as configured", "fp8"), ("none", "none")):
+            doc = {"kv_dtype": "bfloat16", "quantisation": told}
+            write_mark("facts", at_s=1.0, detail=json.dumps(doc), path=str(marks))
+            assert engine.formats() == {"kv_dtype": "bfloat16", "quantisation": expected}
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("told", "quantisation", "kv_dtype"),
+    [
+        ({"quantisation": "fp8", "kv_dtype": "bfloat16"}, "fp8", "bfloat16"),
+        ({"kv_dtype": "bfloat16"}, gc.NOT_TOLD, "bfloat16"),
+        ({}, gc.NOT_TOLD, gc.NOT_TOLD),
+    ],
+)
+async def test_the_gate_hears_of_formats_that_the_metrics_do_not_tell(
+    told: dict[str, str], quantisation: str, kv_dtype: str
+) -> None:
+    nobody = OpenAiEngine("http://127.0.0.1:1", model="m")
+    serving: Any = types.SimpleNamespace(block_size=16)
+    (check,) = await basics.amended(
+        [CheckResult(gc.BASICS, True, {}, "")],
+        nobody,
+        prompt=(1,),
+        arena=None,
+        serving=serving,
+        wanted_tokens=None,
+        told=told,
+    )
+    assert check.evidence["quantisation"] == quantisation
+    assert check.evidence["kv_dtype"] == kv_dtype
 
 
 # -------------------------------------------------------------------------------------- plugin

@@ -8,7 +8,7 @@ refusing the request; that is noted as not offered and never taken for a good an
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,7 +63,7 @@ async def ask_basics(client: OpenAiEngine, prompt: Sequence[int]) -> Asked:
 
 async def _sampling(client: OpenAiEngine, prompt: Sequence[int]) -> tuple[bool | str, str]:
     """A seed gives the same answer again."""
-    more = {"temperature": 1.0, "seed": SEED, "ignore_eos": True}
+    more: dict[str, Any] = {"temperature": 1.0, "seed": SEED, "ignore_eos": True}
     try:
         one = await client.complete(prompt, max_tokens=SAMPLED_TOKENS, timeout_s=LIMIT_S, **more)
         two = await client.complete(prompt, max_tokens=SAMPLED_TOKENS, timeout_s=LIMIT_S, **more)
@@ -187,12 +187,14 @@ async def amended(
     arena: Arena | None,
     serving: Serving,
     wanted_tokens: int | None,
+    told: Mapping[str, str] | None = None,
 ) -> list[CheckResult]:
     """The checks with what this module adds to them.
 
     Args:
         prompt: any tokens. arena: what was loaded, None for an attached engine.
         wanted_tokens: size of the KV pool that was ordered; None where the engine measures it.
+        told: `quantisation` and `kv_dtype` as its adapter knows them, beside the engine's metrics.
     """
     manifest = None if arena is None else arena.manifest
     try:
@@ -200,6 +202,10 @@ async def amended(
     except Unavailable as error:
         no = gc.NOT_OFFERED
         asked = Asked(no, no, gc.NOT_TOLD, gc.NOT_TOLD, f"not asked ({error})")
+    if told and asked.quantisation == gc.NOT_TOLD:
+        asked = replace(asked, quantisation=told.get("quantisation", gc.NOT_TOLD))
+    if told and asked.kv_dtype in (gc.NOT_TOLD, gc.KV_DTYPE_AUTO):
+        asked = replace(asked, kv_dtype=told.get("kv_dtype", asked.kv_dtype))
     if manifest is None and asked.structured is False:
         # Nobody ordered this engine: what it does not offer, requests to it do without.
         asked = replace(asked, structured=gc.NOT_OFFERED)

@@ -18,7 +18,7 @@ from readyplane.core.worker import CheckResult, Role, Serving
 from readyplane.kit.clock import Clock
 from readyplane.ports import Router
 from readyplane_agent import basics, meeting, probes
-from readyplane_agent.engines.choice import client_of, ordered_kv_tokens
+from readyplane_agent.engines.choice import TellsFormats, client_of, ordered_kv_tokens
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort
 from readyplane_agent.engines.sglang_client import Partner
@@ -112,6 +112,7 @@ class Proving:
             arena=self._started.arena,
             serving=serving,
             wanted_tokens=size,
+            told=self._engine.formats() if isinstance(self._engine, TellsFormats) else {},
         )
 
     async def _kv_hashes(self, serving: Serving, question: probes.Question) -> CheckResult:

@@ -29,6 +29,15 @@ class HasClient(Protocol):
 
 
 @runtime_checkable
+class TellsFormats(Protocol):
+    """An adapter that knows more of its engine's formats than the engine's metrics tell."""
+
+    def formats(self) -> Mapping[str, str]:
+        """`quantisation` and `kv_dtype`, each only where it is known."""
+        ...
+
+
+@runtime_checkable
 class HasMemoryAccount(Protocol):
     """An adapter whose engine may measure its own KV pool."""
 

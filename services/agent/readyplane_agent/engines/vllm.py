@@ -39,6 +39,7 @@ from readyplane_agent.engines.vllm_command import (
 )
 from readyplane_agent.engines.vllm_events import KvEventReader
 from readyplane_agent.engines.vllm_marks import (
+    AS_CONFIGURED,
     MARKS_ENV,
     read_facts,
     read_marks,
@@ -272,6 +273,20 @@ class VllmEngine(AttachedEngine):
     def facts(self) -> Mapping[str, Any]:
         """What the engine told of its KV pool and formats (`vllm_hooks.facts_of`)."""
         return read_facts(self._marks)
+
+    def formats(self) -> Mapping[str, str]:
+        """Quantisation and KV type as the engine has settled them, in the manifest's names."""
+        facts = self.facts()
+        told = {"kv_dtype": str(facts["kv_dtype"])} if "kv_dtype" in facts else {}
+        if "quantisation" in facts and self._spec is not None:
+            told["quantisation"] = str(facts["quantisation"])
+            if told["quantisation"] == AS_CONFIGURED:
+                try:
+                    doc = json.loads(self._spec.config_path.read_text())
+                except (OSError, ValueError):
+                    doc = {}
+                told["quantisation"] = str(doc.get("quantisation", ""))
+        return {name: value for name, value in told.items() if value}
 
     async def _read_serving(self) -> Serving:
         """What the server says, and what the engine behind it has told beside it."""

@@ -17,7 +17,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from readyplane.kit.clock import SystemClock
-from readyplane_agent.engines.vllm_marks import FACTS, MARKS_ENV, SERVER_PID_ENV, write_mark
+from readyplane_agent.engines.vllm_marks import (
+    AS_CONFIGURED,
+    FACTS,
+    MARKS_ENV,
+    SERVER_PID_ENV,
+    write_mark,
+)
 from readyplane_agent.trace import process_start_s
 
 _CLOCK = SystemClock()
@@ -138,10 +144,19 @@ def facts_of(config: Any) -> dict[str, Any]:
         "kv_layout": str(getattr(cache, "kv_cache_layout", None) or "unknown"),
         "kv_memory_bytes": getattr(cache, "kv_cache_memory_bytes", None),
         "positions": "unknown" if theta is None else f"rope/{float(theta):g}",
-        "quantisation": str(model.quantization or "none"),
+        "quantisation": _quantisation(model),
         "tp": config.parallel_config.tensor_parallel_size,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
     }
+
+
+def _quantisation(model: Any) -> str:
+    """`as configured` where it follows the checkpoint's own word; kernels have other names for it."""
+    if not model.quantization:
+        return "none"
+    if getattr(model.hf_config, "quantization_config", None):
+        return AS_CONFIGURED
+    return str(model.quantization)
 
 
 def _compiled() -> str:

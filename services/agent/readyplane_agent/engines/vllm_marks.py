@@ -22,6 +22,7 @@ MARKS_ENV = "READYPLANE_VLLM_MARKS"
 SERVER_PID_ENV = "READYPLANE_VLLM_SERVER_PID"
 MARKS_BYTES_MAX = 1 << 20
 FACTS = "facts"
+AS_CONFIGURED = "as configured"
 
 
 @dataclass(frozen=True, slots=True)
