@@ -191,6 +191,17 @@ class LoadReport:
     lateness_p99_s: float | None = None
     age_s: float = 0.0
 
+    @property
+    def sign_of_life(self) -> int | None:
+        """A counter that grows while it gets on: its iterations, or the tokens of an engine that
+        counts no iterations (SGLang); None when nobody knows.
+        """
+        if self.iterations_total is not None:
+            return self.iterations_total
+        tokens = (self.prefill_tokens_total, self.decode_tokens_total)
+        known = [t for t in tokens if t is not None]
+        return sum(known) if len(known) == len(tokens) else None
+
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:

@@ -854,8 +854,17 @@ def test_a_drain_deadline_ends_it_with_counted_aborts() -> None:
     on_virtual_time(main)
 
 
-def test_running_sequences_without_iterations_are_a_stall_and_idleness_is_not() -> None:
-    """B46, B48."""
+def counted(by: str, count: int) -> dict[str, int]:
+    """What an engine tells that counts iterations, tokens, or only what it prefilled."""
+    if by == "iterations":
+        return {"iterations_total": count}
+    tokens = {"prefill_tokens_total": 1000, "decode_tokens_total": count}
+    return tokens if by == "tokens" else {"prefill_tokens_total": 1000}
+
+
+@pytest.mark.parametrize("by", ["iterations", "tokens"])
+def test_running_sequences_without_iterations_are_a_stall_and_idleness_is_not(by: str) -> None:
+    """B46, B48. An engine that counts no iterations (SGLang) is judged by its tokens."""
 
     async def main(world: World) -> None:
         router = await world.router()
@@ -865,9 +874,8 @@ def test_running_sequences_without_iterations_are_a_stall_and_idleness_is_not() 
         async def report(seconds: int, *, iterations: int, running: int) -> WorkerState:
             for step in range(seconds):
                 moving = iterations + step if iterations < 0 else iterations
-                await d0.renew(
-                    load=LoadReport(iterations_total=abs(moving), running=running, waiting=0)
-                )
+                told = counted(by, abs(moving))
+                await d0.renew(load=LoadReport(**told, running=running, waiting=0))
                 await asyncio.sleep(1.0)
             return (await router.list_workers()).workers["d0"].state
 
@@ -879,6 +887,20 @@ def test_running_sequences_without_iterations_are_a_stall_and_idleness_is_not() 
         assert await report(2, iterations=8, running=2) is WorkerState.READY
         assert (await router.route(shape("r2"))).decode.worker_id == "d0"
         assert await report(30, iterations=-100, running=2) is WorkerState.READY
+
+    on_virtual_time(main)
+
+
+def test_an_engine_that_counts_nothing_is_never_called_stalled() -> None:
+    """Not known is no standing still."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        d0 = await world.worker(router, "d0", D, renewing=False)
+        for _ in range(60):
+            await d0.renew(load=LoadReport(**counted("half", 0), running=2))
+            await asyncio.sleep(1.0)
+        assert (await router.list_workers()).workers["d0"].state is WorkerState.READY
 
     on_virtual_time(main)
 

@@ -196,8 +196,8 @@ class Member:
         """Take an engine report in: signs of life, and load that nobody here has promised."""
         before = self.load
         moved = (
-            load.iterations_total is None
-            or load.iterations_total != before.iterations_total
+            load.sign_of_life is None
+            or load.sign_of_life != before.sign_of_life
             or not load.running
         )
         if moved:
@@ -223,10 +223,10 @@ class Member:
 
         Between two readings the counter stood still for `stalled_after_s`: it hangs (B46). Or nothing
         was read for `silent_after_s`, which is longer: an engine that computes a long prompt answers
-        late and works all the same (B48). An engine without the counter, and one that is idle, is
-        never called stalled; what its KV events tell is progress too.
+        late and works all the same (B48). An engine without a counter (`LoadReport.sign_of_life`), and
+        one that is idle, is never called stalled; what its KV events tell is progress too.
         """
-        if not self.load.running or self.load.iterations_total is None or self.load_s is None:
+        if not self.load.running or self.load.sign_of_life is None or self.load_s is None:
             return False
         frozen_s = self.load_s - self.moved_s
         silent_s = self.told_s - max(self.load_s, self.moved_s)
