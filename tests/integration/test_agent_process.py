@@ -85,7 +85,8 @@ async def test_a_lying_store_never_leads_to_a_worker(tmp_path: Path, demo: DemoM
         assert await asyncio.wait_for(agent.wait(), LIMIT_S) == ExitCode.START_FAILED
         assert "is not what the manifest says" in (tmp_path / "p1.log").read_text()
         gone = await c.worker("p1")
-        assert gone is None or gone.state is WorkerState.GONE
+        assert gone is not None and gone.state is WorkerState.GONE and gone.progress is not None
+        assert gone.progress.dead_end in ("identity", "bytes"), "the planner orders no more (B132)"
 
 
 @pytest.mark.parametrize(
