@@ -59,6 +59,8 @@ async def captured(engine: ModelledEngine) -> Graphs:
 async def test_graphs_come_later_take_kv_and_change_no_token(factory: ModelledFactory) -> None:
     async with staged(factory, "later") as engine:
         first = await engine.graphs()
+        begun = {segment.name for segment in engine.startup_segments()}
+        assert not begun & {SegmentName.COMPILE, SegmentName.CUDA_GRAPH}, "that is to come"
         assert (first.used, first.captured, first.state) == ((), (), CaptureState.IDLE)
         assert first.kv_total_blocks == engine.serving().kv_total_blocks > first.kv_blocks_after
         assert not first.complete

@@ -47,7 +47,7 @@ def test_a_stage_is_shown_until_it_is_complete_and_whole_when_one_worker_is_aske
 
 def test_a_standby_is_shown_with_what_it_holds() -> None:
     waits = replace(worker("d-1", WorkerState.STANDBY), holds=Holds.PROCESS, serving=None)
-    assert worker_row(waits)["holds"] == "process"
+    assert worker_row(waits)["holds"] == "process" and worker_row(waits)["t_ready_s"] is None
     assert "standby, process" in shown(waits)
 
 

@@ -355,7 +355,8 @@ def row_of(state: Mapping[str, Any]) -> dict[str, Any]:
         **row,
         "tier": None if row["tier"] == "unknown" else row["tier"],
         "decision": state.get("scale_decision_id") or None,
-        "t_ready_s": start.get("wall_s") if ready else None,
+        # A process that waits has not started yet: what it took was no start.
+        "t_ready_s": start.get("wall_s") if ready and row["holds"] != "process" else None,
         "starting_s": None if ready else start.get("wall_s"),
         "dominant_segment": start.get("dominant_segment"),
         "dominant_s": (start.get("exclusive_s") or {}).get(start.get("dominant_segment")),

@@ -176,13 +176,15 @@ async def _start(
         )
     LOG.info("%d tensors, %d bytes mapped", weights.tensor_count, weights.size_bytes)
     block_size = s.block_size or config["block_size"]
-    await startup.modelled(log, clock, s, SegmentName.COMPILE)
+    if not s.graph_stages:  # else both come while it serves
+        await startup.modelled(log, clock, s, SegmentName.COMPILE)
     kv_blocks = await size_pool(
         log, clock, s, profile, weights_bytes=weights.size_bytes, block_size=block_size
     )
     if Plant.HALF_KV in s.plants:
         kv_blocks //= 2
-    await startup.modelled(log, clock, s, SegmentName.CUDA_GRAPH)
+    if not s.graph_stages:
+        await startup.modelled(log, clock, s, SegmentName.CUDA_GRAPH)
     eager = s.mode is StartMode.EAGER or s.graph_stages
     model = StagedEngineModel(
         profile,
