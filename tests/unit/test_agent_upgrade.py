@@ -21,6 +21,7 @@ from readyplane.kit.clock import Clock
 from readyplane.ports import Directive, GateVerdict
 from readyplane_agent import life as life_module
 from readyplane_agent.lifecycle import ExitCode, State
+from readyplane_agent.reuse import Reuse
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.starting import Started
 from readyplane_agent.trace import StartTrace
@@ -251,6 +252,24 @@ def staged_world(w: World, **faults: Any) -> StagedTwin:
 
 def told(w: World) -> list[CapacityStage]:
     return [s.stage for s, _ in w.router.admitted if s.stage is not None]
+
+
+async def test_b142_code_is_kept_when_all_of_it_is_there_and_no_sooner(
+    tmp_path: Path, brisk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[UpgradeState] = []
+
+    async def keep(_self: object, _manifest: object) -> None:
+        stage = w.life.started.stage
+        assert stage is not None
+        kept.append(stage.state)
+
+    monkeypatch.setattr(Reuse, "keep_compiled", keep)
+    async with living(tmp_path, graph_stages=True) as w:
+        staged_world(w)
+        await ready(w)
+        await until(lambda: bool(kept))
+        assert kept == [UpgradeState.COMPLETE]
 
 
 async def test_a_life_serves_at_once_and_is_upgraded_behind_it(tmp_path: Path, brisk: None) -> None:

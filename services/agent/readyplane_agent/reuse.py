@@ -108,9 +108,14 @@ class Reuse:
         await self._kv.failed()
         await self._compiled.failed()
 
-    async def keep(self, engine: object, manifest: Manifest) -> None:
-        """The worker serves: keep and publish what was new."""
+    async def keep(self, engine: object, manifest: Manifest, *, compiled: bool) -> None:
+        """The worker serves: keep and publish what was new; code only where it is `compiled`."""
         await self._kv.keep(engine, manifest)
+        if compiled:
+            await self.keep_compiled(manifest)
+
+    async def keep_compiled(self, manifest: Manifest) -> None:
+        """All code is there: keep and publish it. Of a staged start that is after its upgrade."""
         await self._compiled.keep(manifest)
 
     def metrics(self, who: str) -> list[str]:

@@ -169,7 +169,9 @@ class Start:
         await self._join()
         reuse, manifest = self._started.reuse, self._started.manifest
         if reuse is not None and manifest is not None:
-            keeping = reuse.keep(self._engine, manifest)
+            stage = self._started.stage
+            whole = stage is None or stage.compiled
+            keeping = reuse.keep(self._engine, manifest, compiled=whole)
             self._started.tasks.append(asyncio.create_task(keeping))
 
     async def stand_by(self) -> None:

@@ -160,6 +160,9 @@ class Upgrading:
         graphs = await engine.use_captured()
         await self._publish(terms.complete(graphs), Step.CHECKED, check)
         self.counts["complete"] += 1
+        reuse, manifest = self._started.reuse, self._started.manifest
+        if reuse is not None and manifest is not None:
+            self._started.tasks.append(asyncio.create_task(reuse.keep_compiled(manifest)))
 
     async def _answers(
         self, asked: tuple[tuple[int, ...], ...], *, captured: bool
