@@ -1,9 +1,13 @@
 """Agents with SGLang's protocol double beside them: proved with one another, admitted, paired."""
 
 import asyncio
+import contextlib
+import json
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,3 +98,72 @@ async def test_weights_that_were_changed_on_the_way_to_the_engine_are_refused(
         await agent.wait()
     assert agent.returncode != 0
     assert "canary" in (world.folder / "b1.log").read_text()
+
+
+@asynccontextmanager
+async def gateway(world: Cluster) -> AsyncIterator[str]:
+    """A gateway process before the cluster's router; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = (world.folder / "gateway.log").open("ab")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "readyplane_gateway", "--router", world.address),
+        *("--http-port", str(port), "--host", "127.0.0.1"),
+        stdout=log,
+        stderr=log,
+    )
+    log.close()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with aiohttp.ClientSession() as http, asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with http.get(url + "/health") as answer:
+                        if answer.status == 200:
+                            break
+                assert process.returncode is None, (world.folder / "gateway.log").read_text()
+                await asyncio.sleep(0.05)
+        yield url
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+async def test_a_gateway_serves_over_engines_that_meet_and_over_the_death_of_one(
+    world: Cluster,
+) -> None:
+    """Completions, streams and chats by the double's own answer; then kill -9 of a prefill server."""
+    await asyncio.gather(
+        *(world.agent(f"{r[0]}{n}", r, *ENGINE) for r in ("prefill", "decode") for n in (1, 2))
+    )
+    await asyncio.gather(*(world.ready(name) for name in ("p1", "p2", "d1", "d2")))
+    prompt = [40 + i % 50 for i in range(64)]
+    wanted = sglang_double.text_of(sglang_double.answer_of(world.folder / "m", prompt, 12))
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "ignore_eos": True}
+    async with gateway(world) as url, aiohttp.ClientSession() as http:
+
+        async def complete(**more: object) -> str:
+            async with http.post(f"{url}/v1/completions", json={**body, **more}) as answer:
+                text = await answer.text()
+                assert answer.status == 200, text
+                assert answer.headers["x-readyplane-handover"] == "kv"
+            if not more.get("stream"):
+                return str(json.loads(text)["choices"][0]["text"])
+            events = [line[6:] for line in text.split("\n\n") if line.startswith("data: {")]
+            return "".join(c["text"] for e in events for c in json.loads(e)["choices"])
+
+        assert await complete() == wanted
+        assert await complete(stream=True) == wanted
+        assert set(await asyncio.gather(*(complete(stream=n % 2 == 0) for n in range(16)))) == {
+            wanted
+        }
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+        async with http.post(f"{url}/v1/chat/completions", json=chat) as answer:
+            assert answer.status == 200, await answer.text()
+        asked = asyncio.gather(*(complete(stream=n % 2 == 0) for n in range(24)))
+        await asyncio.sleep(0.02)
+        server = next(c for c in world.engine("p1").children() or [world.engine("p1")])
+        server.kill()
+        assert set(await asked) == {wanted}
+        assert await complete(stream=True) == wanted
