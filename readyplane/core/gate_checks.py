@@ -27,7 +27,8 @@ GROUP = "group"
 #                     also, where the engine was asked: text_token_ids, wanted_token_ids,
 #                     round_trip: what it makes of a text
 # tensor_checksums    chunks_verified, chunks_total, failed (names of what did not match)
-# shard_coverage      tensors, tensors_expected, missing (names), ranks
+# shard_coverage      tensors, tensors_expected, missing (names), ranks; of several ranks also
+#                     rank_tensors: how many each holds, whole or in part
 # kv_connector        outbound, inbound: true when reached, detail in words
 # canary              token_ids (the answer), eos_ok, sampling_ok; an attached engine adds
 #                     repeat_token_ids: the same question asked again

@@ -253,6 +253,7 @@ def test_b53_only_complete_sets_are_candidates_and_a_group_counts_once() -> None
         await big.register()
         await big.form()
         coverage = {"tensors": 2, "tensors_expected": 2, "missing": [], "ranks": 4}
+        coverage["rank_tensors"] = [2] * 4
         assert await big.admit(shard_coverage=coverage) == ()
         for n in range(6):
             pair = await router.route(shape(f"r{n}", 16, first=n * 40))
@@ -455,6 +456,7 @@ async def _loads(
             "start_s": began_s,
             "end_s": None,
             "modelled": False,
+            "saved_s": 0.0,
             "detail": f"{shown_s:.0f} GB",
         }
         state = "ready" if done_s >= load_s else "starting"

@@ -77,6 +77,33 @@ READS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("held", "owners", "says"),
+    [
+        ([2, 2], ((), ()), ""),
+        ([1, 1], ((0,), (1,)), ""),
+        ([1, 2], ((0,), ()), "rank 0 holds 1 tensors, it owns 2"),
+        ([2, 0], ((0,), (1,)), "rank 1 holds 0 tensors, it owns 1"),
+        ([2], ((), ()), "one number for each of 2 ranks"),
+        (None, ((), ()), "one number for each of 2 ranks"),
+    ],
+)
+def test_each_rank_must_hold_what_it_owns(
+    held: list[int] | None, owners: tuple[tuple[int, ...], ...], says: str
+) -> None:
+    """R10.3: 2 ranks of a manifest of two tensors, which is placed for them or not."""
+    tensors = tuple(
+        replace(tensor, ranks=own) for tensor, own in zip(MANIFEST.tensors, owners, strict=True)
+    )
+    manifest = replace(MANIFEST, tensors=tensors)
+    want = expectations(manifest=manifest, offer=offer("p0", Role.PREFILL, ranks=2))
+    told = {"tensors": 2, "tensors_expected": 2, "missing": [], "ranks": 2, "rank_tensors": held}
+    verdict = judge(serving(), good_but(gc.SHARD_COVERAGE, told), want)
+    (coverage,) = [c for c in verdict.checks if c.name == gc.SHARD_COVERAGE]
+    assert coverage.passed is not bool(says)
+    assert says in coverage.reason
+
+
 # Every row claims `passed=True`; the value says otherwise.
 @pytest.mark.parametrize(
     ("check", "fields", "words"),

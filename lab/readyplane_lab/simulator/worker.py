@@ -542,6 +542,7 @@ class SimWorker:
                 "tensors_expected": len(manifest.tensors),
                 "missing": [],
                 "ranks": self._manifest.tp,
+                "rank_tensors": [len(manifest.tensors)] * self._manifest.tp,
             },
             gc.KV_CONNECTOR: {"outbound": True, "inbound": True, "detail": "modelled"},
             gc.CANARY: {"token_ids": list(golden), "eos_ok": True, "sampling_ok": True},

@@ -202,7 +202,26 @@ def _shard_coverage(case: _Case) -> list[str]:
     ranks = _count(case, "ranks")
     if ranks != case.want.offer.ranks:
         reasons.append(f"ranks {ranks}, offered {case.want.offer.ranks}")
-    return reasons
+    return reasons + _rank_ownership(case)
+
+
+def _rank_ownership(case: _Case) -> list[str]:
+    """Of several ranks each must hold, whole or in part, exactly the tensors that it owns (R10.3)."""
+    offered, manifest = case.want.offer.ranks, case.want.manifest
+    if offered == 1 or manifest is None:
+        return []
+    held = case.evidence.get("rank_tensors")
+    if not isinstance(held, Sequence) or len(held) != offered:
+        return [f"rank_tensors {held}: one number for each of {offered} ranks is wanted"]
+    owned = [
+        sum(not tensor.ranks or rank in tensor.ranks for tensor in manifest.tensors)
+        for rank in range(offered)
+    ]
+    return [
+        f"rank {rank} holds {found} tensors, it owns {wanted}"
+        for rank, (found, wanted) in enumerate(zip(held, owned, strict=True))
+        if found != wanted
+    ]
 
 
 def _kv_connector(case: _Case) -> list[str]:
