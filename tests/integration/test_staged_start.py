@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from readyplane.core import gate_checks as gc
+from readyplane.core.errors import Unavailable
 from readyplane.core.stage import UpgradeState
 from readyplane.core.startup import SegmentName
 from readyplane.core.worker import Holds, Worker, WorkerState
@@ -120,3 +121,22 @@ async def test_a_process_that_is_killed_while_it_waits_takes_its_worker_along(
         await bare(c, "d1")
         c.engine("d1").kill()
         assert await c.ended("d1") == ExitCode.START_FAILED
+
+
+async def test_an_engine_sleeps_after_the_gate_and_serves_the_same_when_it_is_woken(
+    tmp_path: Path, demo: DemoModel
+) -> None:
+    async with cluster(tmp_path, demo) as c:
+        await c.agent("d1", "decode", "--standby", "true", "--holds", "asleep")
+        sleeps = await c.until(lambda w: w.holds is Holds.ASLEEP, "d1")
+        assert sleeps.state is WorkerState.STANDBY and sleeps.serving is not None
+        engine = OpenAiEngine(sleeps.serving.engine_url, model=MODEL)
+        with pytest.raises(Unavailable, match="asleep"):
+            await engine.generate((10, 11, 12), max_tokens=2)
+        await c.router.activate("d1", deadline_s=60.0)
+        serves = await c.ready("d1")
+        assert serves.holds is None and len(serves.checks) == len(gc.GATE_CHECKS)
+        assert demo.canary is not None
+        golden = demo.canary.golden_token_ids
+        found = await engine.generate(demo.canary.prompt_token_ids, max_tokens=len(golden))
+        assert found.token_ids == golden
