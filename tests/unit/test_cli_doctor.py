@@ -335,3 +335,13 @@ def test_what_an_engine_lacks(
 def test_no_engine_there() -> None:
     (found,) = _gather(doctor_engine.findings("http://127.0.0.1:1"))
     assert (found.name, found.status) == ("health", "fail")
+
+
+def test_artifacts_that_are_ordered_no_more_are_named_with_the_way_out() -> None:
+    """B132."""
+    found = {"digest": "sha256:" + "a" * 64, "kind": "bytes", "starts": 2, "why": "m.safetensors"}
+    state = {"pools": {"prefill": {"dead_ends": [found]}, "decode": {}}}
+    (finding,) = doctor_system._dead_ends(state)
+    assert (finding.name, finding.status) == ("starts of prefill workers", "fail")
+    assert "sha256:aaaa" in finding.found and "(bytes: m.safetensors)" in finding.found
+    assert "readyplane policy again" in finding.remedy
