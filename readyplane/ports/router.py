@@ -26,7 +26,7 @@ from readyplane.core.worker import (
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """What a worker must do now: drain, leave, replay_kv, activate, flip, stage_up, stop.
+    """What a worker must do now: drain, leave, replay_kv, activate, flip, stop.
 
     Attributes:
         role: of a flip, the stage to serve from now on.

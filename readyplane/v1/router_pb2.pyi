@@ -201,7 +201,7 @@ class Directive(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     kind: builtins.str
-    """drain, leave, replay_kv, activate, flip, stage_up or stop."""
+    """drain, leave, replay_kv, activate, flip or stop."""
     reason: builtins.str
     role: readyplane.v1.worker_pb2.Role.ValueType
     """Of a flip: the stage to serve from now on."""
