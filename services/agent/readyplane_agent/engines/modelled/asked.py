@@ -16,7 +16,7 @@ from readyplane_agent.engines.port import GenerateResult
 
 ASK_LIMIT_S = 10.0
 WAKE_LIMIT_S = 600.0
-CHECK_LIMIT_S = 60.0
+CHECK_LIMIT_S = 300.0
 
 
 class AskedBeyond:

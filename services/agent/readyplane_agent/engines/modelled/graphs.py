@@ -25,7 +25,7 @@ from readyplane_agent.engines.offers import CaptureState
 
 LOG = logging.getLogger("engine")
 BLOCK_WAIT_POLL_S = 0.05
-BLOCK_WAIT_S_MAX = 600.0
+BLOCK_WAIT_S_MAX = 3000.0
 PACE = 1.0
 """Beside requests as much time is left to them after each shape as it took."""
 FAILS_AFTER = 2
