@@ -21,7 +21,17 @@ from itertools import count
 from pathlib import Path
 
 from bench.own_services import Own, own_services
-from bench.startup_cells import EAGER, FULL, HIT, LOCAL, REUSED, Cell, Taken
+from bench.startup_cells import (
+    EAGER,
+    FULL,
+    HIT,
+    LOCAL,
+    REUSED,
+    Cell,
+    Taken,
+    cold_cell,
+    mistaken,
+)
 from readyplane.client import RegistryClient, RouterClient
 from readyplane.core.errors import Unavailable
 from readyplane.core.identity import ArtifactKind
@@ -62,6 +72,7 @@ class Engine:
     full_arg: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     limit_s: float = 120.0
+    partner: bool = False
 
     @property
     def sizes_kv(self) -> bool:
@@ -89,8 +100,15 @@ class Site:
         """The cache of the node that holds everything."""
         return self.folder / "node-local"
 
-    async def prime(self, cells: Sequence[Cell]) -> None:
-        """Fill the local node, and publish code and KV sizes for what the cells are to find."""
+    async def prime(self, cells: Sequence[Cell]) -> list[Taken]:
+        """Fill the local node, and publish code and KV sizes for what the cells are to find.
+
+        Returns:
+            The first start of all, which found nothing; empty where it had something to find.
+        """
+        if self.engine.partner:
+            await self._with_partner()
+        first: list[Worker] = []
         modes = {c.mode for c in cells if c.kv == REUSED or c.code == HIT} or {cells[0].mode}
         for mode in sorted(modes, reverse=True):
             keys = (KEPT,) if mode == EAGER else (KEPT, LOST)
@@ -99,9 +117,26 @@ class Site:
                     c.kv == REUSED and c.code not in {HIT, EAGER} for c in cells
                 ):
                     continue
-                await self._primed(mode, key)
+                first.append(await self._primed(mode, key))
+        cold = cold_cell(sizes_kv=self.engine.sizes_kv)
+        taken = [taken_of(cold, worker) for worker in first[:1]]
+        return [each for each in taken if not mistaken(each)]
 
-    async def _primed(self, mode: str, key: str) -> None:
+    async def _with_partner(self) -> None:
+        """A decode worker whose engine is up: it is ready itself as soon as it has met the first."""
+        words = self.words("partner", mode=EAGER, cache=self.folder / "node-partner", key=KEPT)
+        words[words.index("--role") + 1] = "decode"
+        await self._spawn("partner", words, KEPT)
+        until_s = self.clock.monotonic_s() + self.engine.limit_s
+        while not _proves(await self._worker("partner")):
+            if (
+                self.clock.monotonic_s() > until_s
+                or self.own.table.returncode("partner") is not None
+            ):
+                raise NotStarted(f"no partner:\n{self.own.table.log_tail('partner')}")
+            await asyncio.sleep(POLL_S)
+
+    async def _primed(self, mode: str, key: str) -> Worker:
         before = {kind: await self._published(kind) for kind in ArtifactKind}
         expected = set()
         if mode != EAGER and key == KEPT:
@@ -109,9 +144,11 @@ class Site:
         if self.engine.sizes_kv:
             expected.add(ArtifactKind.KV_PROFILE)
         name = f"prime-{mode}-{key}"
-        await self._run(name, self.words(name, mode=mode, cache=self.local, key=key), key)
         try:
+            words = self.words(name, mode=mode, cache=self.local, key=key)
+            worker = await self._run(name, words, key)
             await self._until_published(expected, before)
+            return worker
         finally:
             await self.own.table.stop(name, grace_s=STOP_GRACE_S)
 
@@ -206,6 +243,12 @@ class Site:
             return (await self.router.list_workers(MODEL)).workers.get(name)
         except Unavailable:
             return None
+
+
+def _proves(worker: Worker | None) -> bool:
+    """Whether its engine is up."""
+    told = () if worker is None or worker.progress is None else worker.progress.segments
+    return any(s.name is SegmentName.CANARY for s in told)
 
 
 def _whole(worker: Worker) -> bool:

@@ -58,8 +58,6 @@ async def vllm_engine(folder: Path) -> tuple[Engine, Path, Facts]:
     profile.write_text(json.dumps(known.profile.document()))
     engine = Engine(
         "vllm",
-        # One that serves both stages hands its KV to nobody, and needs no partner to prove that.
-        role="both",
         args=(
             *("--worker-class", worker_class(found), "--profile", str(profile)),
             *("--stall-s", repr(STALL_S)),
@@ -67,6 +65,7 @@ async def vllm_engine(folder: Path) -> tuple[Engine, Path, Facts]:
         ),
         environment={**found.environment(os.environ), "READYPLANE_VLLM_BIN": str(found.program)},
         limit_s=LIMIT_S,
+        partner=True,
     )
     config = {"canary_ends": True} if known.ends else {}
     return engine, model, Facts(config=config, canary=known.canary)
