@@ -38,6 +38,7 @@ class StagedTwin(TwinEngine):
         self.keeps = 0
         self.away = False
         self.busy = False
+        self.sleep_s = 0.0
         self.weights_lost = False
         self.depth: SleepDepth | None = None
         self.bare: EngineSpec | None = None
@@ -119,6 +120,7 @@ class StagedTwin(TwinEngine):
         self._call("sleep")
         if self.busy:
             raise Refused("sleep", ["requests run"], "wait")
+        await asyncio.sleep(self.sleep_s)
         self.depth = depth
 
     async def wake(self) -> None:

@@ -160,3 +160,17 @@ async def test_an_engine_that_is_busy_stands_by_awake_and_says_so(tmp_path: Path
     async with living(tmp_path, standby=True, holds=Holds.ASLEEP) as w:
         engine, running = await asleep(w, busy=True)
         assert told(w)[-1] is Holds.WEIGHTS and engine.depth is None and not running.done()
+
+
+async def test_the_word_that_comes_while_it_falls_asleep_finds_it_awake_in_the_end(
+    tmp_path: Path,
+) -> None:
+    async with living(tmp_path, standby=True, holds=Holds.ASLEEP) as w:
+        engine, running = await asleep(w, sleep_s=0.4)
+        await until(lambda: "sleep" in engine.calls)  # which takes a while
+        w.router.standby, w.router.directives = False, [ACTIVATE]
+        await until(lambda: w.life.state is State.READY or running.done())
+        w.router.directives = []
+        assert w.life.state is State.READY, w.life.trace.failure
+        await asyncio.sleep(0.5)
+        assert engine.depth is None and engine.calls.count("wake") == engine.calls.count("sleep")

@@ -63,7 +63,7 @@ class Changing:
     async def rest(self) -> None:
         """A standby that is to wait asleep gives its device back."""
         if self._state() is State.STANDBY and self._start.waiting.sleeps:
-            await self._start.waiting.fall_asleep()
+            await self._start.waiting.fall_asleep(lambda: self._state() is State.STANDBY)
             self._session.poke()
 
     def flip(self, role: Role, why: str) -> None:

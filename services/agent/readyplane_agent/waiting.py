@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from readyplane.core.errors import Refused, Unavailable
@@ -32,6 +33,7 @@ class Waiting:
         self._s, self._engine, self._clock = settings, engine, clock
         self.told = asyncio.Event()
         self.asleep = False
+        self._turning = asyncio.Lock()  # the word to serve may come while it falls asleep
 
     @property
     def bare(self) -> bool:
@@ -59,26 +61,33 @@ class Waiting:
         held = "unknown" if found.device_bytes is None else f"{found.device_bytes} B"
         log.info("process %d imported in %.2f s, device %s", found.pid, took_s, held)
 
-    async def fall_asleep(self) -> None:
-        """Give the device back; an engine that is busy keeps it, and the standby its weights."""
+    async def fall_asleep(self, still: Callable[[], bool]) -> None:
+        """Give the device back, if it `still` waits when its turn comes.
+
+        An engine that is busy keeps its device, and the standby its weights.
+        """
         engine = offered(self._engine, Sleeps, self._s.engine, "a standby that sleeps")  # type: ignore[type-abstract]
-        try:
-            await engine.sleep(SleepDepth.WEIGHTS_IN_HOST)
-        except (Refused, Unavailable) as error:
-            log.warning("it stands by awake: %s", error)
-        else:
-            self.asleep = True
+        async with self._turning:
+            if self.asleep or not still():
+                return
+            try:
+                await engine.sleep(SleepDepth.WEIGHTS_IN_HOST)
+            except (Refused, Unavailable) as error:
+                log.warning("it stands by awake: %s", error)
+            else:
+                self.asleep = True
 
     async def wake(self) -> bool:
         """Whether it slept. Raises Unavailable, IdentityMismatch: it is not what it was."""
-        if not self.asleep:
-            return False
-        began_s = self._clock.monotonic_s()
-        engine = offered(self._engine, Sleeps, self._s.engine, "a standby that sleeps")  # type: ignore[type-abstract]
-        await engine.wake()
-        self.asleep = False
-        log.info("awake after %.2f s", self._clock.monotonic_s() - began_s)
-        return True
+        async with self._turning:
+            if not self.asleep:
+                return False
+            began_s = self._clock.monotonic_s()
+            engine = offered(self._engine, Sleeps, self._s.engine, "a standby that sleeps")  # type: ignore[type-abstract]
+            await engine.wake()
+            self.asleep = False
+            log.info("awake after %.2f s", self._clock.monotonic_s() - began_s)
+            return True
 
     def holds(self, *, stands_by: bool, bare: bool) -> Holds | None:
         """With what it waits now; None while it does not."""
