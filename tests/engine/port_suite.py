@@ -787,6 +787,20 @@ async def events_stored(w: World) -> None:
     assert wanted <= found
 
 
+@check(
+    "KV events", "live", "told as they happen to a reader that listens already, without a replay"
+)
+async def events_live(w: World) -> None:
+    size = w.one.serving().block_size
+    events = w.one.kv_events()
+    for _ in range(3):
+        prompt = w.prompt(2 * size)
+        await w.one.generate(prompt, max_tokens=1)
+        wanted = set(sequence_hashes(pack_tokens(prompt), size))
+        assert wanted <= await _next_stored(events, wanted)
+    await events.aclose()  # type: ignore[attr-defined]
+
+
 @check("KV events", "sequence", "grows by one a batch, for a reader that came late too (replay)")
 async def events_sequence(w: World) -> None:
     size = w.one.serving().block_size

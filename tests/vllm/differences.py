@@ -103,7 +103,7 @@ async def _event_sources(w: World) -> None:
     async with w.http.get(w.one.serving().engine_url + "/kv_event_sources") as response:
         doc = await response.json()
     assert set(doc) == {"0"}
-    assert doc["0"]["endpoint"].startswith("tcp://")
+    assert doc["0"]["endpoint"].startswith("ipc://@")
     assert doc["0"]["replay_endpoint"].startswith("tcp://")
     assert isinstance(doc["0"]["topic"], str)
 

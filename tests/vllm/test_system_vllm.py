@@ -26,6 +26,8 @@ from tests.vllm.vllm_world import make_tiny_model
 AGAIN_WITHIN_S = 420.0
 ANSWER_WITHIN_S = 150.0
 LONG_TOKENS = 1500
+LONG_CHARACTERS = 4800  # some 3,300 tokens of the tiny model's
+HAND_OVERS = 8
 XFER = "vllm:nixl_xfer_time_seconds_count"
 HITS = "vllm:prefix_cache_hits_total"
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1500)]
@@ -161,11 +163,12 @@ async def test_a_prefill_worker_that_is_killed_during_hand_overs_loses_nobody_si
     p, _ = pair(system)
     asked = [
         asyncio.create_task(
-            client.complete(prompt=words_of(20 + i, 9000), max_tokens=8, ignore_eos=True)
+            client.complete(prompt=words_of(20 + i, LONG_CHARACTERS), max_tokens=8, ignore_eos=True)
         )
-        for i in range(6)
+        for i in range(HAND_OVERS)
     ]
     while await client.metric(p["engine_url"], "vllm:num_requests_running") < 1:
+        assert not all(one.done() for one in asked), [one.result()[:2] for one in asked]
         await asyncio.sleep(0.02)
     for process in system.engine_processes(p["worker_id"]):
         try:

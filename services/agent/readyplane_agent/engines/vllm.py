@@ -33,6 +33,7 @@ from readyplane_agent.engines.vllm_command import (
     command,
     device_of,
     environment,
+    events_endpoint,
     find_program,
     process_environment,
     python_of,
@@ -72,7 +73,7 @@ class VllmEngine(AttachedEngine):
         self._ordered_s: float | None = None
         self._up_s: float | None = None
         self._stood_by_s = 0.0
-        self._ports: tuple[int, ...] = (0, 0, 0, 0)
+        self._ports: tuple[int, ...] = (0, 0, 0)  # API, KV replay, KV side channel
         self._cpu: tuple[float, float] = (0.0, 0.0)
         self._asked_s = 0.0
 
@@ -113,7 +114,7 @@ class VllmEngine(AttachedEngine):
         gone = self._child.died()
         if gone is not None:
             raise self._explained(gone)
-        self._ports = _free_ports(spec.host, 4)
+        self._ports = _free_ports(spec.host, 3)
         self._connect(
             f"http://{spec.host}:{self._ports[0]}", model=spec.model, profile=spec.profile
         )
@@ -123,12 +124,12 @@ class VllmEngine(AttachedEngine):
             # worker's own folder would find nothing that another worker has compiled.
             model_dir=Path("files"),
             port=self._ports[0],
-            ports=(self._ports[1], self._ports[2]),
+            replay_port=self._ports[1],
             device=self._device,
         )
         order = {
             "words": words[1:],
-            "environment": environment(spec, side_channel_port=self._ports[3]),
+            "environment": environment(spec, side_channel_port=self._ports[2]),
             "folder": str(spec.work_dir),
         }
         await self._child.tell(json.dumps(order).encode() + b"\n")
@@ -310,16 +311,17 @@ class VllmEngine(AttachedEngine):
                 engine_version=plain.kv.engine_version,
             ),
             max_num_seqs=int(facts["max_num_seqs"]),
-            kv_side_channel=f"{self._spec.host}:{self._ports[3]}",
+            kv_side_channel=f"{self._spec.host}:{self._ports[2]}",
             mode=self._spec.mode,
         )
 
     async def kv_events(self) -> AsyncIterator[KvEventBatch]:
         """Its prefix-cache events in our hash scheme."""
         assert self._spec is not None
-        host, (_, events, replay, _) = self._spec.host, self._ports
         reader = KvEventReader(
-            f"tcp://{host}:{events}", f"tcp://{host}:{replay}", slept=self._client.slept
+            events_endpoint(self._spec, port=self._ports[0]),
+            f"tcp://{self._spec.host}:{self._ports[1]}",
+            slept=self._client.slept,
         )
         async for batch in reader.follow():
             yield batch

@@ -5,6 +5,7 @@ Owns the words, all of them values of an `EngineSpec` and of this machine; `vllm
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -94,20 +95,30 @@ def loader_words(spec: EngineSpec) -> list[str]:
     return ["--load-format", LOAD_FORMAT, "--model-loader-extra-config", json.dumps(order)]
 
 
+def events_endpoint(spec: EngineSpec, *, port: int) -> str:
+    """Where it publishes KV events: a socket of this machine without a name in the file system.
+
+    vLLM binds for `*` (the whole world) and `ipc://`; to an address of TCP it connects, and nobody
+    would ever hear from it.
+    """
+    name = hashlib.sha256(f"{spec.engine_id} {port}".encode()).hexdigest()[:32]
+    return f"ipc://@readyplane-kv-{name}"
+
+
 def command(
-    spec: EngineSpec, *, model_dir: Path, port: int, ports: tuple[int, int], device: str = ""
+    spec: EngineSpec, *, model_dir: Path, port: int, replay_port: int, device: str = ""
 ) -> list[str]:
     """The command line of one engine.
 
     Args:
-        model_dir: folder with configuration and tokenizer. port: of its API. ports: KV events, KV
-            replay. device: `cpu`, empty for what vLLM finds.
+        model_dir: folder with configuration and tokenizer. port: of its API. replay_port: of
+            KV events. device: `cpu`, empty for what vLLM finds.
     """
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://{spec.host}:{ports[0]}",
-        "replay_endpoint": f"tcp://{spec.host}:{ports[1]}",
+        "endpoint": events_endpoint(spec, port=port),
+        "replay_endpoint": f"tcp://{spec.host}:{replay_port}",
     }
     transfer: dict[str, Any] = {
         "kv_connector": "NixlConnector",
