@@ -7,9 +7,9 @@ Prints at the end
 
 The first line is of modelled engines over a large artifact of real bytes: registry, router, agents and
 engines are processes, weights are published, fetched, verified and mapped; only parallel_init, compile,
-cuda_graph, kv_profile and warmup were slept, so that their ratios say what was put in. The second line is of a real vLLM
-with a tiny model, on this machine's processor, from `make vllm-env`: prefill workers, beside a decode
-worker with which they prove their KV.
+cuda_graph, kv_profile and warmup are slept, so that their ratios say what was put in. The second line is
+of a real vLLM with a tiny model, on this machine's processor, from `make vllm-env`: prefill workers,
+beside a decode worker with which they prove their KV.
 
 ready_ratio: T_ready of a start that finds everything (weights in its node's cache, compiled code, a
 measured KV size, a process that has imported everything) over one that finds nothing (weights in the
