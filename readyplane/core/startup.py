@@ -138,6 +138,7 @@ class StartSample:
         worker_class, tier, mode: the key of R1.2.
         provision_s: order to agent running. ready_s: agent running to routable.
         seen_at_s: clock of whoever keeps the samples.
+        staged: it was ready before its graphs, so that it says nothing of a whole start.
     """
 
     worker_class: str
@@ -146,6 +147,7 @@ class StartSample:
     provision_s: float
     ready_s: float
     seen_at_s: float
+    staged: bool = False
 
     @property
     def capacity_s(self) -> float:

@@ -161,6 +161,26 @@ def test_what_became_of_standbys_and_upgrades_is_told_once_and_a_load_is_no_cold
     assert kept == prior, "what came without its imports says nothing of a start"
 
 
+def test_a_staged_start_says_nothing_of_a_whole_one() -> None:
+    prior = StartQuantiles(60.0, 90.0, 120.0, 0, 0.0)
+    book = StartBook()
+    follower = Follower(book)
+    follower.look([staged(UpgradeState.FIRST)], (), fleet_known=True, now_s=200.0, wall_s=1000.0)
+    (outcome,) = [o for o in follower.collect() if o.kind == "ready"]
+    assert outcome.document["sample"]["staged"] is True
+    again = StartBook()
+    again.recall([(outcome.document, 200.0)])
+    worker_class = staged(UpgradeState.FIRST).offer.worker_class
+    for each in (book, again):
+        found = [
+            each.quantiles(
+                D, worker_class=worker_class, mode="jit", prior=prior, now_s=300.0, staged=kind
+            ).count
+            for kind in (True, False)
+        ]
+        assert found == [1, 0]
+
+
 def test_an_upgrade_that_failed_is_told_with_its_reason() -> None:
     follower = Follower(StartBook())
     back = staged(UpgradeState.ROLLED_BACK, failure="other tokens")

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from readyplane.core.stage import UpgradeState
 from readyplane.core.startup import (
     LATER,
     CriticalPath,
@@ -106,7 +107,9 @@ def sample_of(worker: Worker, *, ordered_ago_s: float | None, now_s: float) -> S
     else:
         return None
     offer = worker.offer
-    return StartSample(offer.worker_class, tier, offer.mode, provision_s, ready_s, now_s)
+    stage = None if worker.serving is None else worker.serving.stage
+    staged = stage is not None and stage.state is not UpgradeState.UNSUPPORTED
+    return StartSample(offer.worker_class, tier, offer.mode, provision_s, ready_s, now_s, staged)
 
 
 class StartBook:
@@ -115,7 +118,9 @@ class StartBook:
     def __init__(self) -> None:
         self._samples: dict[Role, deque[StartSample]] = {}
         self._changes: dict[tuple[str, str, str], deque[StartSample]] = {}
-        self._known: dict[tuple[Role, str, str, StartQuantiles], tuple[float, StartQuantiles]] = {}
+        self._known: dict[
+            tuple[Role, str, str, bool, StartQuantiles], tuple[float, StartQuantiles]
+        ] = {}
 
     def add(self, role: Role, sample: StartSample) -> None:
         """Keep one more."""
@@ -147,27 +152,41 @@ class StartBook:
                 self.add(Role(str(document.get("role", Role.PREFILL))), sample)
 
     def quantiles(
-        self, role: Role, *, worker_class: str, mode: str, prior: StartQuantiles, now_s: float
+        self,
+        role: Role,
+        *,
+        worker_class: str,
+        mode: str,
+        prior: StartQuantiles,
+        now_s: float,
+        staged: bool = False,
     ) -> StartQuantiles:
-        """For the class and mode that would be started, and the tier it came from lately."""
-        key = (role, worker_class, mode, prior)
+        """For the class and mode that would be started, whole or `staged`, and its latest tier."""
+        key = (role, worker_class, mode, staged, prior)
         known = self._known.get(key)
         if known is not None and now_s - known[0] < KNOWN_S_MAX:
             at_s, found = known
             age_s = found.age_s + now_s - at_s
             return StartQuantiles(found.p50_s, found.p90_s, found.p99_s, found.count, age_s)
-        made = self._measure(role, worker_class, mode, prior, now_s)
+        made = self._measure(role, worker_class, mode, staged, prior, now_s)
         self._known[key] = now_s, made
         return made
 
     def _measure(
-        self, role: Role, worker_class: str, mode: str, prior: StartQuantiles, now_s: float
+        self,
+        role: Role,
+        worker_class: str,
+        mode: str,
+        staged: bool,
+        prior: StartQuantiles,
+        now_s: float,
     ) -> StartQuantiles:
         fitting = [
             s
             for s in self._samples.get(role, ())
             if s.worker_class == worker_class
             and s.mode == StartMode(mode)
+            and s.staged is staged
             and now_s - s.seen_at_s <= SAMPLE_AGE_S_MAX
         ]
         if fitting:
@@ -189,13 +208,23 @@ def t_ready(
     for name in POOLS:
         role, pool = ROLE_OF[name], plan.pool(name)
         found[name] = book.quantiles(
-            role, worker_class=pool.worker_class, mode=usual, prior=prior, now_s=now_s
+            role,
+            worker_class=pool.worker_class,
+            mode=usual,
+            prior=prior,
+            now_s=now_s,
+            staged=_staged(plan, usual),
         )
         if not (pool.classes or chosen):
             continue
         for worker_class in pool.names:
             own = book.quantiles(
-                role, worker_class=worker_class, mode=usual, prior=prior, now_s=now_s
+                role,
+                worker_class=worker_class,
+                mode=usual,
+                prior=prior,
+                now_s=now_s,
+                staged=_staged(plan, usual),
             )
             found[start_key(name, worker_class, usual)] = own
             for mode in (m for m in StartMode if m is not usual and chosen):
@@ -205,8 +234,14 @@ def t_ready(
                     mode=mode,
                     prior=in_mode(own, mode),
                     now_s=now_s,
+                    staged=_staged(plan, mode),
                 )
     return found
+
+
+def _staged(plan: Plan, mode: StartMode) -> bool:
+    """Whether such a start would be ready before its graphs."""
+    return plan.graph_stages and mode is not StartMode.EAGER
 
 
 def in_mode(usual: StartQuantiles, mode: StartMode) -> StartQuantiles:
@@ -221,6 +256,7 @@ def sample_document(sample: StartSample) -> dict[str, Any]:
         "worker_class": sample.worker_class,
         "tier": str(sample.tier),
         "mode": str(sample.mode),
+        "staged": sample.staged,
         "provision_s": sample.provision_s,
         "ready_s": sample.ready_s,
         "capacity_s": sample.capacity_s,
@@ -240,6 +276,7 @@ def samples_from(documents: Iterable[tuple[Mapping[str, Any], float]]) -> list[S
                     float(doc["provision_s"]),
                     float(doc["ready_s"]),
                     seen_at_s,
+                    bool(doc.get("staged", False)),
                 )
             )
         except (KeyError, ValueError, TypeError):
