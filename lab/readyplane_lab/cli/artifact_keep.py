@@ -7,12 +7,11 @@ Owns what these commands print; the rules are the registry's. Its commands are a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from readyplane.core.errors import Refused
-from readyplane.ports import Tag
 from readyplane_lab.cli import output
 from readyplane_lab.cli.artifact import Reference, resolve
 from readyplane_lab.cli.flags import Json, examples, switch
@@ -25,6 +24,9 @@ from readyplane_lab.cli.where import (
     registry_of,
     run,
 )
+
+if TYPE_CHECKING:
+    from readyplane.ports import Tag
 
 SIGN_EXAMPLES = examples("readyplane artifact sign demo:latest --key release.pem")
 KEY_EXAMPLES = examples("readyplane artifact key new release.pem")
