@@ -82,25 +82,31 @@ async def test_a_request_is_handed_over_once(system: System, client: Client) -> 
 async def test_a_shared_prefix_hits_as_the_router_predicted(
     system: System, client: Client, tmp_path: Path
 ) -> None:
-    p, _ = pair(system)
+    """Wherever the router sends it: to the prefill worker, or to a decode worker that was given it."""
     prefix = words_of(12, 2400)
     status, doc, _ = await client.complete(prompt=prefix + " one", max_tokens=4, ignore_eos=True)
     assert status == 200, doc
     file = tmp_path / "prompt.txt"
     file.write_text(prefix + " two, which nobody has asked")
 
-    def predicted() -> int:
+    def predicted() -> dict[str, Any]:
         told = json.loads(system.command("route", "--prompt-file", str(file), "--json"))
-        assert told["prefill"]["worker_id"] == p["worker_id"]
-        return int(told["prefill"]["cached_tokens"])
+        return dict(told["prefill"]) if told["prefill"]["cached_tokens"] else {}
 
-    tokens = await asyncio.to_thread(system.until, predicted, within_s=30.0)
-    before = await client.metric(p["engine_url"], HITS)
-    status, doc, _ = await client.complete(prompt=file.read_text(), max_tokens=4, ignore_eos=True)
+    end = await asyncio.to_thread(system.until, predicted, within_s=30.0)
+    (holder,) = [w for w in pair(system) if w["worker_id"] == end["worker_id"]]
+    before = await client.metric(holder["engine_url"], HITS)
+    status, doc, headers = await client.complete(
+        prompt=file.read_text(), max_tokens=4, ignore_eos=True
+    )
     assert status == 200, doc
-    hits = await client.metric(p["engine_url"], HITS) - before
-    print(f"\nprefix: {tokens} tokens predicted by the router, {hits:.0f} hit by vLLM")
-    assert hits == tokens > 0
+    assert headers["x-readyplane-prefill"] == end["worker_id"]
+    hits = await client.metric(holder["engine_url"], HITS) - before
+    print(
+        f"\nprefix: {end['cached_tokens']} tokens predicted at {end['worker_id']}, "
+        f"{hits:.0f} hit by its vLLM"
+    )
+    assert hits == end["cached_tokens"] > 0
 
 
 async def test_the_planner_sees_the_engines_load(system: System, client: Client) -> None:
