@@ -18,7 +18,7 @@ HIT, MISS, EAGER = "hit", "miss", "eager"
 REUSED, FULL, TOLD = "reused", "full", "told"
 LOCAL, REMOTE = "local", "remote"
 COMPILED = {HIT: "cache=hit", MISS: "cache=miss"}
-TIERS = {LOCAL: ("L0", "L1", "L2"), REMOTE: ("L3", "L4")}
+TIERS = {LOCAL: ("L1", "L2"), REMOTE: ("L0", "L3", "L4")}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -26,7 +26,8 @@ class Cell:
     """What a start finds.
 
     Attributes:
-        weights: `local` (this node's cache) or `remote` (the registry's store).
+        weights: `local` (this node's cache) or `remote` (the registry's store, or a worker of another
+            node where one holds them).
         code: `hit`, `miss`, or `eager`, which compiles nothing.
         kv: `reused` (a measured KV size holds), `full` (it is measured), or `told` for an engine that
             measures none.

@@ -98,3 +98,4 @@ def test_weights_from_elsewhere_are_no_local_ones() -> None:
     (told,) = mistaken(taken(Cell(LOCAL, HIT, TOLD, True), compile_s=1.0, tier="L4"))
     assert told == "weights came from L4, not local"
     assert mistaken(taken(Cell(REMOTE, HIT, TOLD, True), compile_s=1.0, tier="unknown"))
+    assert not mistaken(taken(Cell(REMOTE, HIT, TOLD, True), compile_s=1.0, tier="L0"))
