@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError
-from readyplane.core.worker import Holds
 from readyplane_lab.cli import output
 from readyplane_lab.cli.faults import note
 from readyplane_lab.cli.flags import Json, examples
@@ -141,6 +140,7 @@ async def _collect(where: Where, model: str, limit: int) -> tuple[list[Start], l
     except ReadyplaneError as error:
         note(f"workers that no decision ordered are not shown: {error}")
         return list(found.values()), list(failed.values())
+    from readyplane.core.worker import Holds
     from readyplane_planner.starts import start_document as told_start
 
     for worker in fleet.workers.values():
