@@ -16,7 +16,7 @@ from typing import Any
 
 from readyplane.core.errors import LostLease, ReadyplaneError, StaleEpoch
 from readyplane.core.profile import ClassProfile
-from readyplane.core.startup import SegmentName, critical_path
+from readyplane.core.startup import SegmentName
 from readyplane.core.worker import Lease, Role, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import Directive, RankReport, Registry, Router
