@@ -1,31 +1,25 @@
 """A vLLM as an engine, without one: what it is told, what its marks mean, what its plugin refuses."""
 
 import asyncio
-import contextlib
 import json
-import sys
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from readyplane.core import gate_checks as gc
-from readyplane.core.errors import IdentityMismatch, InvalidField, Unavailable, Unsupported
+from readyplane.core.errors import InvalidField, Unavailable
 from readyplane.core.startup import SegmentName, StartMode, critical_path
 from readyplane.core.worker import CheckResult, Role
 from readyplane.kit.clock import SystemClock
 from readyplane_agent import basics
-from readyplane_agent.adopt import AdoptedArena
-from readyplane_agent.engines import vllm, vllm_command, vllm_compiled, vllm_launch, vllm_plugin
+from readyplane_agent.engines import vllm, vllm_command, vllm_launch
 from readyplane_agent.engines.choice import TellsFormats, engine_for
-from readyplane_agent.engines.layout import ArenaLayout, TensorSlot, tensor_table_document
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.engines.vllm_hooks import facts_of
