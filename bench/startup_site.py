@@ -192,7 +192,8 @@ class Site:
         await self._spawn(name, [*words, *STANDBY], key)
         await self._until(name, WorkerState.STANDBY)
         told_s = self.clock.monotonic_s()
-        await self.router.activate(name, reason="a bench wants it now")
+        reason, limit_s = "a bench wants it now", self.engine.limit_s
+        await self.router.activate(name, reason=reason, deadline_s=limit_s)
         return await self._until(name, WorkerState.READY), told_s
 
     def words(self, name: str, *, mode: str, cache: Path, key: str) -> list[str]:
