@@ -171,8 +171,8 @@ class VllmEngine(AttachedEngine):
                 seen, moved_s = found, now_s
             self._refuse_stalled(now_s, begun_s, moved_s, stall_s=stall_s, limit_s=limit_s)
             await self._clock.sleep(POLL_S)
-        self._up_s = self._clock.monotonic_s()
         await super().wait_ready(stall_s=stall_s, limit_s=limit_s)
+        self._up_s = self._clock.monotonic_s()  # it has told all that it is asked at its start
 
     async def _answers(self) -> bool:
         gone = self._child.died()
