@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch  # type: ignore[import-not-found]
+import torch  # type: ignore[import-not-found, unused-ignore]
 from fastsafetensors import SafeTensorsFileLoader, SingleGroup  # type: ignore[import-not-found]
 from loader_memory import Growth  # type: ignore[import-not-found]
 from runai_model_streamer import SafetensorsStreamer  # type: ignore[import-not-found]

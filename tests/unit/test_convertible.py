@@ -14,7 +14,7 @@ from readyplane.core.worker import LoadReport, Role, Worker, WorkerOffer, Worker
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.engines.modelled.adapter import ModelledEngine
 from readyplane_agent.engines.port import EngineSpec
-from readyplane_agent.engines.vllm import command
+from readyplane_agent.engines.vllm_command import command
 from readyplane_agent.settings import parse
 from readyplane_planner.policy import make_plan, merged, read_policy
 from readyplane_planner.signals import Priors, RouterSample, observe
@@ -139,7 +139,7 @@ def spec(**changes: object) -> EngineSpec:
 
 
 def test_engines_are_started_with_the_bound_of_a_chunk() -> None:
-    words = command(spec(), model_dir=Path("/m"), port=1, ports=(2, 3))
+    words = command(spec(), model_dir=Path("/m"), port=1, replay_port=2)
     at = words.index("--max-num-batched-tokens")
     assert words[at + 1] == "513" and "--enable-chunked-prefill" in words
     assert words[words.index("--max-num-seqs") + 1] == "512"
@@ -148,7 +148,7 @@ def test_engines_are_started_with_the_bound_of_a_chunk() -> None:
         spec(role=Role.DECODE, max_batch_tokens=0, max_num_seqs=0),
         model_dir=Path("/m"),
         port=1,
-        ports=(2, 3),
+        replay_port=2,
     )
     assert not {"--max-num-batched-tokens", "--enable-chunked-prefill"} & set(plain)
     assert '"kv_role": "kv_consumer"' in plain[plain.index("--kv-transfer-config") + 1]

@@ -53,9 +53,7 @@ leases = st.builds(worker.Lease, texts, texts, whole, seconds)
 segments = st.builds(
     Segment, st.sampled_from(SegmentName), numbers, maybe(numbers), st.booleans(), texts
 )
-progress = st.builds(
-    worker.StartProgress, numbers, numbers, many(segments), texts, texts, texts
-)
+progress = st.builds(worker.StartProgress, numbers, numbers, many(segments), texts, texts, texts)
 loads = st.builds(
     worker.LoadReport,
     **{
