@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 # Two quiet flags: the closing word is pip's errors, not its progress.
 PIP_FLAGS := --quiet --quiet --disable-pip-version-check --no-input
 ARGS ?=
-# Test processes side by side; each integration test starts real servers, so more than the cores is slower.
+# Test processes side by side; more than the cores is slower.
 TEST_PROCESSES ?= 2
 
 .PHONY: help setup up test test-unit check format lint types contracts proto-lint fresh tidy \
@@ -87,8 +87,7 @@ bench-registry: setup ## The registry with 10,000 manifests, and killed while it
 
 # ---------------------------------------------------------------------- tests
 
-# The quick layers run side by side, then the ones that start real processes one after the other,
-# so that they do not take each other's processor time.
+# The quick layers first, then the ones that start real processes.
 test: setup ## Run every test: unit, contract, simulation, tidy, then integration.
 	@tools/run-tests.sh $(TEST_PROCESSES) $(ARGS)
 

@@ -2,8 +2,8 @@
 # Runs the whole suite in two stages and prints pytest's closing lines of both at the end.
 # Usage: tools/run-tests.sh PROCESSES [PYTEST_ARGUMENT...]
 #   1. unit, contract and simulation, side by side in PROCESSES processes
-#   2. integration and engine, one after the other: they start real servers, and two of them at a
-#      time would take each other's processor time and miss their deadlines
+#   2. integration and engine, a file a process: they start real servers and mostly wait for them, and
+#      what a file's tests share is started once
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,7 +36,7 @@ stage() {
 
 stage "unit, contract, simulation" --numprocesses "$processes" --dist worksteal "$@" \
     -- tests/unit tests/contract tests/simulation
-stage "integration, engine" "$@" -- tests/integration tests/engine
+stage "integration, engine" --numprocesses "$processes" --dist loadfile "$@" -- tests/integration tests/engine
 
 echo
 if [ "$ran" -eq 0 ]; then

@@ -195,6 +195,9 @@ def test_rules_are_evaluated_and_nothing_is_on_fire(scraping: Prometheus) -> Non
 ROW = re.compile(r"^\| `(?P<name>[a-z_:]+)` \| (?P<type>\w+) \| (?P<labels>[^|]*) \| [^|]+ \|$")
 
 
+STAGED = re.compile(r"readyplane_agent_(graph_\w+|upgrades_total)$")
+
+
 def catalogue() -> dict[str, dict[str, tuple[str, frozenset[str]]]]:
     """Section -> metric -> (type, labels), from docs/metrics.md."""
     found: dict[str, dict[str, tuple[str, frozenset[str]]]] = {}
@@ -239,11 +242,13 @@ async def pages(full_stack: FullStack) -> dict[str, str]:
 
 
 async def test_the_catalogue_is_what_is_exported(full_stack: FullStack) -> None:
+    """But for what only a start in stages has: tests/unit/test_agent_upgrade.py sees that."""
     listed = catalogue()
     wrong: list[str] = []
     for section, text in (await pages(full_stack)).items():
         found = exported(text)
-        for name in sorted(found.keys() ^ listed.get(section, {}).keys()):
+        wanted = {name for name in listed.get(section, {}) if not STAGED.match(name)}
+        for name in sorted(found.keys() ^ wanted):
             where = "not in the catalogue" if name in found else "not exported"
             wrong.append(f"{section}: {name} is {where}")
         for name in sorted(found.keys() & listed.get(section, {}).keys()):

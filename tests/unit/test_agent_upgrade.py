@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -298,6 +299,13 @@ async def test_a_life_serves_at_once_and_is_upgraded_behind_it(tmp_path: Path, b
         page = w.life.metrics()
         assert 'readyplane_agent_graph_stage{worker_id="w1",pool="prefill"' in page
         assert 'state="complete"} 2' in page and 'outcome="complete"} 1' in page
+        listed = re.findall(
+            r"^\| `(readyplane_agent_(?:graph_\w+|upgrades_total))` \| (\w+) ",
+            (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(),
+            re.MULTILINE,
+        )
+        assert len(listed) == 5
+        assert not [row for row in listed if f"# TYPE {row[0]} {row[1]}" not in page]
         # A router that came back empty is told the stage as it stands.
         w.router.lease = None
         await until(lambda: len(w.router.admitted) == 5)
