@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -223,6 +224,9 @@ async def puller(options: argparse.Namespace, manifest: Manifest) -> None:
     here wants.
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    os.setsid()  # where sessions share the processors, being idle counts within one only
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
     say(ready=True)
     while await read_line() == "on":
         off = asyncio.create_task(read_line())

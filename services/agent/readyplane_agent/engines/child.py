@@ -29,7 +29,11 @@ _BOUND = (
 
 
 class EngineProcess:
-    """One child in a session of its own."""
+    """One child in a process group of its own, in the agent's session.
+
+    Where sessions share the processors (autogroups), the agent's threads that are to yield to the
+    engine can do so within one session only (`sending`).
+    """
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -76,7 +80,7 @@ class EngineProcess:
                     stderr=log,
                     env={**os.environ, **environment},
                     cwd=folder,
-                    start_new_session=True,
+                    process_group=0,
                 )
         except OSError as error:
             raise Unavailable(f"cannot start {command[0]} ({error})", "install it") from error
@@ -96,7 +100,7 @@ class EngineProcess:
             raise self.died() or gone from error
 
     def end_session(self) -> None:
-        """SIGKILL to whatever is left of its session after its own end."""
+        """SIGKILL to whatever is left of its process group after its own end."""
         if self._process is not None and self._process.returncode is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -106,12 +110,12 @@ class EngineProcess:
         if self.returncode is None:
             return None
         return Unavailable(
-            f"the engine ended with status {self.returncode}; its log ends: {self.tail(5)}",
+            f"the engine ended with status {self.returncode}; {log_end(self.tail(5))}",
             "see the engine's log",
         )
 
     async def stop(self, *, grace_s: float) -> None:
-        """SIGTERM, after the grace SIGKILL to its whole session; returns when it is gone."""
+        """SIGTERM, after the grace SIGKILL to its whole process group; returns when it is gone."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -137,3 +141,17 @@ class EngineProcess:
         except OSError:
             return ""
         return "\n".join(text.splitlines()[-lines:])
+
+
+def log_end(tail: str) -> str:
+    """How the end of an engine's log is told; one that has said nothing is not quoted."""
+    return f"its log ends: {tail}" if tail.strip() else "it has logged nothing"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger holds a process still (proc(5), stat); False when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] in ("T", "t")

@@ -198,7 +198,7 @@ class EnginePort(Protocol):
         ...
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
-        """SIGTERM, after `grace_s` SIGKILL to its whole session; returns when it is gone."""
+        """SIGTERM, after `grace_s` SIGKILL to its whole process group; returns when it is gone."""
         ...
 
     def log_tail(self, lines: int = 20) -> str:

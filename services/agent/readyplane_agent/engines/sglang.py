@@ -24,7 +24,7 @@ from readyplane.core.startup import Segment, SegmentName, StartMode
 from readyplane.core.worker import Role, Serving
 from readyplane.kit.clock import Clock
 from readyplane_agent.engines.attached import AttachedEngine
-from readyplane_agent.engines.child import EngineProcess
+from readyplane_agent.engines.child import EngineProcess, log_end
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.engines.sglang_client import Partner, SglangClient
 from readyplane_agent.engines.vllm_events import KvEventReader
@@ -214,7 +214,7 @@ class SglangEngine(AttachedEngine):
                 await self._clock.sleep(POLL_S)
             if now_s - moved_s > stall_s or now_s - begun_s > limit_s:
                 raise Unavailable(
-                    f"SGLang does not get on; its log ends: {self.log_tail(5)}", "see its log"
+                    f"SGLang does not get on; {log_end(self.log_tail(5))}", "see its log"
                 )
         self._up_s = self._clock.monotonic_s()
         await super().wait_ready(stall_s=stall_s, limit_s=limit_s)
@@ -305,7 +305,7 @@ class SglangEngine(AttachedEngine):
         return load.running == 0 and load.waiting == 0
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
-        """SIGTERM, then SIGKILL to its session: schedulers may outlive the server."""
+        """SIGTERM, then SIGKILL to its process group: schedulers may outlive the server."""
         pid = self._child.pid
         await self._child.stop(grace_s=grace_s)
         if pid:

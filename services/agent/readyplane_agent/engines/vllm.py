@@ -25,7 +25,7 @@ from readyplane.core.startup import Segment
 from readyplane.core.worker import Serving
 from readyplane.kit.clock import Clock
 from readyplane_agent.engines.attached import AttachedEngine
-from readyplane_agent.engines.child import EngineProcess
+from readyplane_agent.engines.child import EngineProcess, log_end
 from readyplane_agent.engines.offers import Imported
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.engines.vllm_command import (
@@ -216,7 +216,7 @@ class VllmEngine(AttachedEngine):
         what = f"{running[-1].name} ({running[-1].detail})" if running else "its start"
         raise Unavailable(
             f"vLLM does not get on with {what} ({now_s - moved_s:.0f} s without progress); "
-            f"its log ends: {self.log_tail(5)}",
+            f"{log_end(self.log_tail(5))}",
             "see its log",
         )
 
@@ -237,7 +237,7 @@ class VllmEngine(AttachedEngine):
         return gone
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
-        """SIGTERM, after the grace SIGKILL; at the end to whatever is left of its session."""
+        """SIGTERM, after the grace SIGKILL; at the end to whatever is left of its process group."""
         await self._child.stop(grace_s=grace_s)
         self._child.end_session()
 

@@ -1,7 +1,7 @@
 """The engine port over a modelled engine: its process, its start-up file, its HTTP and events.
 
 Owns the child process of one engine life. It dies with this process (the kernel sees to it) and is
-alone in its session, so that stopping it stops whatever it may have started.
+alone in its process group, so that stopping it stops whatever it may have started.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from readyplane.core.kv import KvEventBatch
 from readyplane.core.startup import Segment, SegmentName
 from readyplane.core.worker import LoadReport, Serving
 from readyplane.kit.clock import Clock, SystemClock
+from readyplane_agent.engines.child import is_stopped, log_end
 from readyplane_agent.engines.modelled import standing
 from readyplane_agent.engines.modelled.asked import AskedBeyond
 from readyplane_agent.engines.offers import Imported
@@ -116,7 +117,7 @@ class ModelledEngine(AskedBeyond):
                     stdout=log,
                     stderr=log,
                     env=environment,
-                    start_new_session=True,
+                    process_group=0,  # not a session: see `child`
                 )
         except OSError as error:
             raise Unavailable(
@@ -191,15 +192,17 @@ class ModelledEngine(AskedBeyond):
             if found != seen:
                 seen, moved_s = found, now_s
             if now_s - moved_s > stall_s or now_s - begun_s > limit_s:
+                stopped = "; a signal has stopped its process" if is_stopped(self.pid) else ""
                 raise Unavailable(
                     f"the engine does not get on with {self._running_segment()} "
-                    f"({now_s - moved_s:.0f} s without progress); its log ends: {self.log_tail(5)}",
-                    "see its log",
+                    f"({now_s - moved_s:.0f} s without progress){stopped}; "
+                    f"{log_end(self.log_tail(5))}",
+                    "see the engine's log, and its machine",
                 )
             await self._clock.sleep(POLL_S)
 
     def _died(self) -> Unavailable:
-        why = self._facts.get("failure") or f"its log ends: {self.log_tail(5)}"
+        why = self._facts.get("failure") or log_end(self.log_tail(5))
         return Unavailable(
             f"the engine ended with status {self.returncode}: {why}", "see the engine's log"
         )
@@ -247,7 +250,7 @@ class ModelledEngine(AskedBeyond):
         )
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
-        """SIGTERM, after `grace_s` SIGKILL to its session."""
+        """SIGTERM, after `grace_s` SIGKILL to its process group."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -325,7 +328,8 @@ class ModelledEngine(AskedBeyond):
         except ReadyplaneError:
             if self._load_s is None:
                 return LoadReport()
-            return replace(self._load, age_s=now_s - self._load_s)
+            # The question itself may have taken its whole bound.
+            return replace(self._load, age_s=self._clock.monotonic_s() - self._load_s)
         ours = "readyplane_engine_"
         self._load_s = now_s
         self._load = replace(

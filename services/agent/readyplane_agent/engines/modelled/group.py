@@ -20,6 +20,7 @@ from typing import Any
 from readyplane.core.errors import Unavailable, Unsupported
 from readyplane.core.worker import Serving
 from readyplane.kit.clock import Clock
+from readyplane_agent.engines.child import log_end
 from readyplane_agent.engines.modelled.adapter import (
     CPU_TICKS_STEP,
     KILL_LIMIT_S,
@@ -158,7 +159,7 @@ class ModelledGroup(ModelledEngine):
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **spec.environment},
-                start_new_session=True,
+                process_group=0,
             )
 
     def command(self, spec: EngineSpec) -> list[str]:
@@ -190,7 +191,7 @@ class ModelledGroup(ModelledEngine):
         if gone is None or gone.rank == 0 or self._stopping:
             return super().log_tail(lines)
         told = gone.detail or f"ended with status {gone.returncode}"
-        return f"rank {gone.rank}: {told}; its log ends: {self._rank_log(gone.rank, lines)}"
+        return f"rank {gone.rank}: {told}; {log_end(self._rank_log(gone.rank, lines))}"
 
     def _rank_log(self, rank: int, lines: int) -> str:
         """End of another rank's log."""
