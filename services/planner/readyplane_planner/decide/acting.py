@@ -105,11 +105,12 @@ def act(
         _keep_standbys(acted, pools, place, step.grow, plan, decision_id, reasons, now_s=now_s)
         quantiles = observation.t_ready[pool.name]
         wanted = 0 if step.owns else shrink
-        parts = _by_class(pool, chosen[place].gives, wanted)
-        given_up = sum(
-            _give_up(acted, part, count, (), plan, quantiles, reasons) for part, count in parts
-        )
-        given_up += _give_up(acted, pool, 0, step.retire[place], plan, quantiles, reasons)
+        given_up = 0
+        spare = fast.spare(pool, verdict.target, plan) - quick.went[place]
+        for part, count in _by_class(pool, chosen[place].gives, wanted):
+            gone, drained = _give_up(acted, part, count, (), plan, quantiles, reasons, spare=spare)
+            given_up, spare = given_up + gone, spare - drained
+        given_up += _give_up(acted, pool, 0, step.retire[place], plan, quantiles, reasons)[0]
         if step.owns:
             # Who goes while generations are mixed is the roll-out's choice, in its own time.
             done.append(Verdict(verdict.target, grow + quick.came[place], shrink, verdict.reasons))
@@ -295,14 +296,17 @@ def _give_up(
     plan: Plan,
     quantiles: StartQuantiles,
     reasons: list[Reason],
-) -> int:
-    """Cancel starts first, then drain ready workers; returns how many went.
+    *,
+    spare: int = 0,
+) -> tuple[int, int]:
+    """Cancel starts first, then drain ready workers; how many went, and how many of them served.
 
     A start that is about to serve is paid for: it is not cancelled, and nobody is drained to make
-    room for it before it is there.
+    room for it before it is there. What is on its way is no supply: of those that serve at most
+    `spare` go, whoever is expected. `retire` is the roll-out's choice and is not bounded here.
     """
     if not count and not retire:
-        return 0
+        return 0, 0
     soon = {
         c.worker_id: fast.left_s(c.mode, c.age_s) or arrives_soon(c.age_s, quantiles)
         for c in pool.coming
@@ -327,9 +331,16 @@ def _give_up(
     fresh_s = max(plan.min_ready_s, quantiles.p90_s)
     ready = victims.from_ready(waiting, left, digest=digest, min_ready_s=plan.min_ready_s)
     # Nobody who serves is drained as long as one who serves nobody is counted.
-    ready += victims.from_ready(
-        pool.ready, max(0, left - len(waiting)), digest=digest, min_ready_s=fresh_s
-    )
+    surplus = max(0, left - len(waiting))
+    if surplus > max(0, spare):
+        surplus = max(0, spare)
+        text = (
+            f"{surplus} of those that serve may go now: whoever is on its way serves nobody yet, "
+            "so nobody is drained for it"
+        )
+        reasons.append(Reason("arriving", text, pool.name))
+    serving = victims.from_ready(pool.ready, surplus, digest=digest, min_ready_s=fresh_s)
+    ready += serving
     given_up = len(coming) + len(ready)
     going = set(retire)
     served = [(pool.name, w.ready_age_s) for w in ready if w.ready_age_s is not None]
@@ -346,7 +357,7 @@ def _give_up(
         reasons.append(
             Reason("no_victim", "every worker is too fresh, busiest or not ours", pool.name)
         )
-    return given_up
+    return given_up, len(serving)
 
 
 def _remember(

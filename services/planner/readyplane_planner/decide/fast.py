@@ -102,6 +102,15 @@ def flips(ready: Iterable[WorkerView], count: int, pool: str, plan: Plan) -> tup
     )
 
 
+def spare(pool: Pool, target: int, plan: Plan) -> int:
+    """How many of those that serve a pool could lose now: what is on its way is no supply.
+
+    Args:
+        target: workers that the pool is to have when it has shrunk; never counted below its floor.
+    """
+    return max(0, len(pool.ready) - max(target, plan.pool(pool.name).limits.low))
+
+
 @dataclass(frozen=True, slots=True)
 class Shortcuts:
     """What need not be started because it is nearly there.
@@ -150,6 +159,7 @@ def shortcuts(
         if plan.prefill.worker_class != plan.decode.worker_class:
             break
         count = min(verdicts[place].shrink, verdicts[taker].grow - came[taker])
+        count = min(count, spare(giver, verdicts[place].target, plan))
         current = [w for w in giver.ready if w.manifest_digest == digest]
         theirs = flips(current, count, giver.name, plan)
         turned.extend(theirs)
