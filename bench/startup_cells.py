@@ -18,7 +18,9 @@ HIT, MISS, EAGER = "hit", "miss", "eager"
 REUSED, FULL, TOLD = "reused", "full", "told"
 LOCAL, REMOTE = "local", "remote"
 COMPILED = {HIT: "cache=hit", MISS: "cache=miss"}
-TIERS = {LOCAL: ("L1", "L2"), REMOTE: ("L0", "L3", "L4")}
+TIERS = {LOCAL: ("L1", "L2"), REMOTE: ("L0", "L1", "L3", "L4")}
+PEER = "L1 peer:"
+"""How a segment names another worker's memory, which is L1 of that worker's node."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -93,6 +95,12 @@ class Taken:
         """Seconds of the compile segment, nan where there was none."""
         return self.path.inclusive_s.get(SegmentName.COMPILE, math.nan)
 
+    @property
+    def from_peer(self) -> bool:
+        """Whether another worker's memory gave weights."""
+        names = SegmentName.WEIGHT_READ, SegmentName.WEIGHT_TRANSFER
+        return any(PEER in self.details(name) for name in names)
+
     def details(self, name: SegmentName) -> str:
         """What the segments of this name say."""
         return "; ".join(s.detail for s in self.segments if s.name is name)
@@ -113,7 +121,8 @@ def widest_gap(taken: Taken) -> str:
 def mistaken(taken: Taken) -> list[str]:
     """Where a start was not what its cell says; empty for a true one."""
     cell, found = taken.cell, []
-    if taken.tier not in TIERS[cell.weights]:
+    wrong_place = taken.tier == "L1" and taken.from_peer != (cell.weights == REMOTE)
+    if taken.tier not in TIERS[cell.weights] or wrong_place:
         found.append(f"weights came from {taken.tier}, not {cell.weights}")
     compiling = taken.details(SegmentName.COMPILE)
     if cell.code == EAGER and compiling:

@@ -120,6 +120,9 @@ class Site:
                 first.append(await self._primed(mode, key))
         cold = cold_cell(sizes_kv=self.engine.sizes_kv)
         taken = [taken_of(cold, worker) for worker in first[:1]]
+        for each in taken:
+            for why in mistaken(each):
+                print(f"  0 {cold.name} {each.path.wall_s:7.2f} s; left out: {why}", flush=True)
         return [each for each in taken if not mistaken(each)]
 
     async def _with_partner(self) -> None:

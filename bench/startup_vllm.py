@@ -38,7 +38,8 @@ async def vllm_engine(folder: Path) -> tuple[Engine, Path, Facts]:
         InvalidField: there is no vLLM. NotStarted: its model cannot be made. Unavailable: it does not
             come up.
     """
-    found = find_engine(None)
+    given = os.environ.get("READYPLANE_VLLM_BIN")
+    found = find_engine(Path(given) if given else None)
     model = folder / NAME
     await asyncio.to_thread(_make_model, found, model)
     environment = {**os.environ, **found.environment(os.environ)}

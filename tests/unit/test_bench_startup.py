@@ -99,3 +99,17 @@ def test_weights_from_elsewhere_are_no_local_ones() -> None:
     assert told == "weights came from L4, not local"
     assert mistaken(taken(Cell(REMOTE, HIT, TOLD, True), compile_s=1.0, tier="unknown"))
     assert not mistaken(taken(Cell(REMOTE, HIT, TOLD, True), compile_s=1.0, tier="L0"))
+
+
+@pytest.mark.parametrize(
+    ("detail", "weights"),
+    [("L1 peer:partner:i-1: 5.3 MB, 1 chunks", REMOTE), ("L1 mapped:node-local: 5.3 MB", LOCAL)],
+)
+def test_memory_is_remote_when_it_is_another_workers(detail: str, weights: str) -> None:
+    cells = {place: Cell(place, HIT, TOLD, False) for place in (LOCAL, REMOTE)}
+    start = taken(cells[weights], compile_s=1.0, tier="L1")
+    read = Segment(SegmentName.WEIGHT_READ, 0.0, 2.0, detail=detail)
+    segments = (read, *start.segments[1:])
+    for place, cell in cells.items():
+        found = mistaken(Taken(cell, start.path, segments, "L1"))
+        assert found == ([] if place == weights else [f"weights came from L1, not {place}"])
