@@ -473,6 +473,11 @@ class TwinEngine:
         await asyncio.sleep(self.init_s)
         self.segments.append(Segment(SegmentName.COMPILE, start_s, time.monotonic(), modelled=True))
 
+    async def get(self, target: str, *, timeout_s: float = 10.0) -> bytes:
+        """As a peer it is asked for its health."""
+        del target, timeout_s
+        return b""
+
     def startup_segments(self) -> tuple[Segment, ...]:
         return tuple(self.segments)
 

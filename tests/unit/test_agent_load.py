@@ -4,9 +4,13 @@ import asyncio
 
 import pytest
 
+from readyplane.core.errors import Unavailable
 from readyplane.core.worker import Lease, LoadReport, Role, WorkerOffer
 from readyplane.kit.clock import SystemClock
 from readyplane.ports import Renewal, RenewalAnswer
+from readyplane_agent.engines.attached import AttachedEngine
+from readyplane_agent.engines.modelled.adapter import ModelledEngine
+from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.kv_events import KvForwarder
 from readyplane_agent.load import LoadReader
 from readyplane_agent.loop import News, Session
@@ -86,3 +90,33 @@ async def test_a_late_answer_is_contact_when_it_was_asked_for() -> None:
     assert session.contact_s == pytest.approx(clock.monotonic_s() - 5.0, abs=0.5)
     await session.renew()
     assert not router.renewals[-1].quiet  # an old answer is no reason to stay quiet
+
+
+async def test_an_engine_that_is_frozen_is_as_old_as_its_last_answer_however_often_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A question that runs into its bound makes the last reading no younger."""
+    frozen = asyncio.Event()
+
+    async def page(self: OpenAiEngine, target: str, *, timeout_s: float = 10.0) -> bytes:
+        del self, target, timeout_s
+        if frozen.is_set():
+            await asyncio.sleep(0.2)
+            raise Unavailable("no answer in time", "look at it")
+        return b"vllm:num_requests_running 0\n"
+
+    monkeypatch.setattr(OpenAiEngine, "get", page)
+    clock = SystemClock()
+    modelled = ModelledEngine(clock)
+    modelled._client = OpenAiEngine("http://127.0.0.1:9", model="m")
+    attached = AttachedEngine("http://127.0.0.1:9", model="m", profile="h200", clock=clock)
+    for engine in (modelled, attached):
+        frozen.clear()
+        reader = LoadReader(engine, clock)
+        assert (await reader.report(TTL_S)).age_s == 0.0
+        began_s = clock.monotonic_s()
+        frozen.set()
+        while (now_s := clock.monotonic_s()) < began_s + 0.9:
+            old = await reader.report(TTL_S)
+            assert old.running == 0
+            assert old.age_s >= now_s - began_s, "it grows with the time, over several questions"

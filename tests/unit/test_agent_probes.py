@@ -1,9 +1,11 @@
 """Evidence for the gate: what a probe measures, and that it cannot be fooled (R18.1)."""
 
+import asyncio
 import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -215,6 +217,33 @@ async def test_an_unreachable_peer_is_its_own_affair_the_next_one_counts() -> No
     check = await connector(TwinEngine(GOLDEN), Odd("away"), TwinEngine(GOLDEN))
     assert check.passed
     assert "not reached" in check.evidence["detail"] and "to w1: ok" in check.evidence["detail"]
+
+
+async def test_a_frozen_peer_is_named_and_costs_seconds_and_the_next_one_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes connections and answers nothing: no hand-over is begun with it."""
+
+    class Frozen(TwinEngine):
+        async def get(self, target: str, *, timeout_s: float = 10.0) -> bytes:
+            await asyncio.sleep(3600)
+            return b""
+
+        async def generate(self, *_: Any, **__: Any) -> GenerateResult:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    limited = partial(probes.answering, limit_s=0.2)
+    monkeypatch.setattr(probes, "answering", limited)
+    async with asyncio.timeout(10):
+        check = await connector(
+            TwinEngine(GOLDEN), Frozen(GOLDEN), Frozen(GOLDEN), TwinEngine(GOLDEN)
+        )
+        alone = await connector(TwinEngine(GOLDEN), Frozen(GOLDEN))
+    assert check.passed and alone.passed
+    told = check.evidence["detail"]
+    assert "w0: not reached (no answer within 0.2 s)" in told and "to w2: ok" in told
+    assert "w0: not reached" in alone.evidence["detail"]
 
 
 async def test_a_peer_that_answers_otherwise_speaks_against_this_worker() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from readyplane.core.startup import SegmentName
 from readyplane.core.worker import Holds
 from readyplane.ports import Directive
 from readyplane_agent import life as life_module
+from readyplane_agent import waiting as waiting_module
 from readyplane_agent.engines.offers import SleepDepth
 from readyplane_agent.lifecycle import ExitCode, State
 from tests.unit.agent_world import World, begin, living, until
@@ -83,6 +86,30 @@ async def test_a_bare_standby_whose_process_dies_ends_with_it(tmp_path: Path) ->
         engine.returncode = -9
         assert await asyncio.wait_for(running, 5) is ExitCode.START_FAILED
         assert "ended with -9" in w.life.trace.failure
+
+
+async def test_a_bare_standby_whose_process_is_held_still_is_none_unless_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_module, "STOPPED_S_MAX", 1.0)
+    with subprocess.Popen(["/bin/sleep", "60"]) as process:
+        try:
+            async with living(tmp_path, standby=True, holds=Holds.PROCESS) as w:
+                engine = with_twin(w)
+                engine.pid = process.pid
+                running = begin(w)
+                await until(lambda: w.life.state is State.BARE or running.done())
+                process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(0.4)
+                process.send_signal(signal.SIGCONT)
+                await asyncio.sleep(1.0)
+                assert w.life.state is State.BARE, "it went on in time"
+                process.send_signal(signal.SIGSTOP)
+                assert await asyncio.wait_for(running, 5) is ExitCode.START_FAILED
+                why = f"process {process.pid} was stopped by a signal while it stood by"
+                assert why in w.life.trace.failure
+        finally:
+            process.kill()
 
 
 async def test_a_router_that_came_back_empty_gets_a_bare_standby(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from readyplane.core.errors import NoPair, NotFound, Unavailable
 from readyplane.core.work import RequestShape
-from readyplane.core.worker import CheckResult, Role, WorkerState
+from readyplane.core.worker import CheckResult, Holds, Role, WorkerState
+from readyplane_lab.cli.change import why_over
 from tests.unit.cli_world import (
     CLUSTER,
     FakePlanner,
@@ -152,6 +153,50 @@ def test_a_standby_is_told_to_serve_and_waited_for(cli: Terminal, router: FakeRo
     assert router.calls == [("activate", told)]
     said = cli("activate", "d-1", "--wait", "--json", *CLUSTER)  # the next look finds it ready
     assert said.document["done"] is True and said.document["worker"]["state"] == "ready"
+
+
+def test_an_activation_is_given_what_the_standby_needs(cli: Terminal, router: FakeRouter) -> None:
+    assert cli("activate", "d-1", *CLUSTER).code == 0
+    assert router.calls[-1][1]["deadline_s"] == 0.0, "the router knows what it holds"
+
+
+def test_who_waits_for_a_standby_is_told_what_for_and_when_its_start_has_failed(
+    cli: Terminal, router: FakeRouter
+) -> None:
+    bare = worker(
+        "d-1-bbbb", WorkerState.STANDBY, Role.DECODE, holds=Holds.PROCESS, told="activate"
+    )
+    loads = worker("d-1-bbbb", WorkerState.PROVISIONED, Role.DECODE, told="activate")
+    loads = replace(loads, state=WorkerState.STANDBY)  # as the router calls it until its gate
+    assert loads.progress is not None
+    failed = replace(loads, progress=replace(loads.progress, failure="no peer has the bytes"))
+    looks = [bare, bare, loads, replace(failed, state=WorkerState.GONE)]
+    router.on_look = lambda n: setattr(router, "now", fleet(looks[min(n, len(looks)) - 1]))
+    said = cli("activate", "d-1", "--deadline", "15", "--wait", *CLUSTER)
+    assert said.code != 0 and router.looks == len(looks)
+    assert "its start has failed: no peer has the bytes" in said.err
+    assert "holds a process only and loads first, at most 45 s" in said.err
+    assert "d-1-bbbb is standby, told to serve: canary" in said.err
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (None, "it has left"),
+        ({"told": ""}, "the word was not followed in time"),
+        ({"incarnation": "other"}, "another process of that name"),
+        ({}, ""),
+    ],
+)
+def test_nothing_is_waited_for_that_cannot_come(now: dict[str, str] | None, why: str) -> None:
+    last = worker("d-1-bbbb", WorkerState.STANDBY, Role.DECODE, told="activate")
+    seen = None
+    if now is not None:
+        offer = replace(last.offer, incarnation=now.get("incarnation", last.offer.incarnation))
+        seen = replace(last, told=now.get("told", last.told), offer=offer)
+    assert why_over(last, last, seen).startswith(why) and bool(why_over(last, last, seen)) == bool(
+        why
+    )
 
 
 def test_a_worker_is_told_to_serve_the_other_stage(cli: Terminal, router: FakeRouter) -> None:

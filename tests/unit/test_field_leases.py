@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from readyplane.core.errors import InvalidField, LostLease, StaleEpoch
+from readyplane.core.errors import InvalidField, LostLease, NoPair, StaleEpoch
 from readyplane.core.kv import KvEvent
 from readyplane.core.work import EventKind, RequestEvent, Slo
 from readyplane.core.worker import Lease, LoadReport, Role, WorkerState
@@ -195,19 +195,29 @@ def test_b155_reports_are_stamped_when_they_come(off_s: float) -> None:
     on_virtual_time(main, policy=POLICY)
 
 
-def test_b46_an_engine_that_hangs_is_stalled_and_keeps_its_lease() -> None:
-    """Its agent lives and tells the last reading again, older each time; it comes back in place."""
+@pytest.mark.parametrize("running", [2, 0, None])
+def test_b46_an_engine_that_hangs_is_stalled_and_keeps_its_lease(running: int | None) -> None:
+    """Its agent lives and tells the last reading again, older each time; it comes back in place.
+
+    What it did when it was last read does not count: one that froze idle takes no request either.
+    """
 
     async def main(world: World) -> None:
         router = await world.router()
         worker = await world.worker(router, "d0", D, renewing=False)
-        seen = LoadReport(running=2, iterations_total=7)
+        await world.worker(router, "p0", P)
+        seen = LoadReport(running=running, iterations_total=7)
         await worker.renew(load=seen)
         for age_s in range(1, 23):
             await asyncio.sleep(1.0)
             await worker.renew(load=replace(seen, age_s=float(age_s)))
+            if age_s == 15:  # one that computes a long prompt answers as late
+                young = (await router.list_workers()).workers["d0"]
+                assert young.state is WorkerState.READY
         hung = (await router.list_workers()).workers["d0"]
-        assert hung.state is WorkerState.STALLED and hung.load.running == 2
+        assert hung.state is WorkerState.STALLED and hung.load.running == running
+        with pytest.raises(NoPair, match="stalled"):
+            await router.route(shape("r1"), dry_run=True)
         await worker.renew(load=replace(seen, iterations_total=8))
         await asyncio.sleep(1.5)
         well = (await router.list_workers()).workers["d0"]

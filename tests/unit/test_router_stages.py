@@ -14,6 +14,7 @@ from readyplane.core.worker import CheckResult, Holds, LoadReport, Role, Serving
 from readyplane.ports import GateVerdict
 from readyplane_router import group
 from readyplane_router.stages import why_not_stage
+from readyplane_router.telling import LOAD_S_DEFAULT
 from tests.router_world import (
     PROFILE,
     FakeWorker,
@@ -180,8 +181,10 @@ def test_a_process_stands_by_unjudged_and_is_judged_whole_when_it_is_told() -> N
         assert router.members._members["d0"].group.state == group.FORMING
         with pytest.raises(NoPair):
             await router.route(shape("r0"), dry_run=True)
-        await router.activate("d0", deadline_s=300.0)
-        assert [w.kind for w in (await d.renew(stands_by=Holds.PROCESS)).directives] == ["activate"]
+        await router.activate("d0")
+        (word,) = (await d.renew(stands_by=Holds.PROCESS)).directives
+        assert word.kind == "activate"
+        assert word.deadline_s == pytest.approx(LOAD_S_DEFAULT), "it has to load first"
         await d.renew()  # it loads
         held = (await router.list_workers()).workers["d0"]
         assert (held.state, held.holds) == (WorkerState.STANDBY, None)

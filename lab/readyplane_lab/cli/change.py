@@ -31,6 +31,8 @@ FLIP_EXAMPLES = examples(
 STAGES = ("prefill", "decode")
 EVERY_S = 0.1
 MORE_S = 30.0
+ACTIVATE_S = 60.0
+LOAD_S = 900.0
 
 Told = Annotated[str, typer.Argument(metavar="WORKER", help="Its id, or a unique beginning.")]
 Why = Annotated[str, typer.Option(metavar="TEXT", help="Kept with the worker.")]
@@ -40,8 +42,13 @@ Wait = Annotated[bool, switch("--wait", text="Until it serves so.")]
 def activate(
     worker: Told,
     deadline: Annotated[
-        float, typer.Option(metavar="S", help="The word is given for so long and no longer.")
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="The word is given for so long and no longer (60; 900 to one that has to load).",
+            show_default=False,
+        ),
+    ] = None,
     reason: Why = "asked for by a person",
     wait: Wait = False,
     json: Json = False,
@@ -49,16 +56,18 @@ def activate(
 ) -> None:
     """Let a standby serve: loaded and proved already, it passes the gate and takes requests.
 
+    One that holds a process only loads first, which takes most of a start.
     Standbys are kept by the policy (`prefill.standby`, `decode.standby`).
     """
 
     async def tell(client: RouterClient, worker_id: str) -> Worker:
-        return await client.activate(worker_id, reason=reason, deadline_s=deadline)
+        return await client.activate(worker_id, reason=reason, deadline_s=deadline or 0.0)
 
     def done(now: Worker) -> bool:
         return str(now.state) == "ready"
 
-    _check(deadline)
+    if deadline is not None:
+        _check(deadline)
     where = find("router", router=router)
     run(_change(where, worker, tell, done, deadline, "serve", wait=wait, as_json=json))
 
@@ -104,7 +113,7 @@ async def _change(
     given: str,
     tell: Callable[[RouterClient, str], Awaitable[Worker]],
     done: Callable[[Worker], bool],
-    deadline_s: float,
+    deadline_s: float | None,
     what: str,
     *,
     wait: bool,
@@ -114,15 +123,27 @@ async def _change(
 
     clock = SystemClock()
     async with router_of(where) as router:
-        worker_id = match(given, await living(router))
+        known = await living(router)
+        worker_id = match(given, known)
+        before = known[worker_id]
+        if deadline_s is None:
+            deadline_s = LOAD_S if _is_bare(before) else ACTIVATE_S
         began_s = clock.monotonic_s()
         now = await tell(router, worker_id)
-        serves = done(now)
-        while wait and not serves and clock.monotonic_s() - began_s < deadline_s + MORE_S:
+        serves, ended, said = done(now), "", ""
+        while wait and not (serves or ended):
+            if clock.monotonic_s() - began_s >= deadline_s + MORE_S:
+                break
             await clock.sleep(EVERY_S)
-            found = (await living(router)).get(worker_id)
+            found = (await router.list_workers()).workers.get(worker_id)
+            ended = why_over(before, now, found)
             now = now if found is None else found
-            serves = done(now)
+            serves = not ended and done(now)
+            if not (serves or ended or as_json) and said != (step := step_of(now, what)):
+                said = step
+                took_s = clock.monotonic_s() - began_s
+                line = f"{took_s:6.1f} s  {step}, at most {deadline_s + MORE_S:.0f} s"
+                output.console(stderr=True).print(output.cell(line), soft_wrap=True)
     took_s = clock.monotonic_s() - began_s
     if as_json:
         told = serves if wait else None
@@ -134,6 +155,40 @@ async def _change(
     if wait and not serves:
         raise Refused(
             f"change of {worker_id}",
-            [f"it is {now.state} {took_s:.0f} s after it was told to {what}"],
+            [ended or f"it is {now.state} {took_s:.0f} s after it was told to {what}"],
             "look at it with `readyplane workers`",
         )
+
+
+def _is_bare(worker: Worker) -> bool:
+    """Whether it holds a process only: what follows is a start without its imports."""
+    return str(worker.holds or "") == "process"
+
+
+def why_over(before: Worker, last: Worker, now: Worker | None) -> str:
+    """Why nothing is to be waited for any more; empty while there is.
+
+    Args:
+        before: as it was told. last, now: the looks before and of now; None: the router forgot it.
+    """
+    seen = last if now is None else now
+    failure = seen.progress.failure if seen.progress is not None else ""
+    if failure:
+        return f"its start has failed: {failure}"
+    if now is None or str(now.state) == "gone":
+        return f"it has left, and was {last.state} before; it said no more than that"
+    if now.offer.incarnation != before.offer.incarnation:
+        return "another process of that name has taken its place"
+    if last.told and not now.told and str(now.state) == "standby":
+        return "the word was not followed in time and is taken back; it stands by"
+    return ""
+
+
+def step_of(worker: Worker, what: str) -> str:
+    """What it does on its way, with the segment of its start that runs."""
+    doing = f"{worker.worker_id} is {worker.state}, told to {what}"
+    progress = worker.progress
+    running = [] if progress is None else [s for s in progress.segments if s.end_s is None]
+    if _is_bare(worker):
+        return f"{doing}: it holds a process only and loads first"
+    return f"{doing}: {running[-1].name}" if running else doing

@@ -158,7 +158,9 @@ async def _planner(where: Where) -> AsyncIterator[Finding]:
     for worker in state.get("workers", ()):
         start = worker.get("start") or {}
         if worker["state"] == "stalled" or start.get("failure"):
-            said = start.get("failure") or "has work and makes no progress"
+            said = start.get("failure") or (
+                "its engine does not answer, or has work and makes no progress; nothing is sent to it"
+            )
             remedy = f"drain it: `readyplane drain {worker['worker_id']}`"
             yield Finding(AREA, f"worker {worker['worker_id']}", "warn", said, remedy)
         elif worker.get("unpairable"):

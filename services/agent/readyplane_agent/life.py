@@ -24,6 +24,7 @@ from readyplane_agent import meeting
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.changing import Changing
 from readyplane_agent.dead_end import dead_end
+from readyplane_agent.engines.child import log_end
 from readyplane_agent.engines.port import EnginePort
 from readyplane_agent.giving import Giving
 from readyplane_agent.interference import Watch
@@ -414,8 +415,10 @@ class Life:
     async def _watch_engine(self) -> None:
         while self.engine.returncode is None:
             await self._clock.sleep(ENGINE_WATCH_S)
-        tail = self.engine.log_tail(5)
-        self.end(Event.ENGINE_DIED, f"the engine ended with {self.engine.returncode}: {tail}")
+            if why := self._waiting.frozen(waits=self.state in WAITS):
+                return self.end(Event.ENGINE_DIED, why)
+        told = f"the engine ended with {self.engine.returncode}; {log_end(self.engine.log_tail(5))}"
+        return self.end(Event.ENGINE_DIED, told)
 
     # ----------------------------------------------------------------------- lease and news
 

@@ -26,7 +26,9 @@ from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EnginePort, GenerateResult
 
 PROBE_LIMIT_S = 60.0
-PEERS_MAX = 2
+PEERS_MAX = 8
+PEERS_TRIED_MAX = 2
+PEER_ANSWER_S_MAX = 5.0
 KV_EVENTS_WAIT_S = 3.0
 KV_HASHES_MAX = 64
 KV_SETTLE_S = 1.0
@@ -379,6 +381,37 @@ def peers_for(fleet: Fleet, *, worker_id: str, role: Role, serving: Serving) -> 
     return sorted(found, key=lambda w: (w.active, w.worker_id))[:PEERS_MAX]
 
 
+async def answering(
+    peers: Sequence[tuple[str, OpenAiEngine]], *, limit_s: float = PEER_ANSWER_S_MAX
+) -> tuple[list[tuple[str, OpenAiEngine]], list[str]]:
+    """The first `PEERS_TRIED_MAX` peers that answer at all, and what is to be noted of the others.
+
+    A frozen peer takes connections and answers nothing: a hand-over with it would take its whole
+    bound, longer than a start is given.
+    """
+
+    async def look(peer: OpenAiEngine) -> str:
+        try:
+            async with asyncio.timeout(limit_s):
+                await peer.get("/health", timeout_s=limit_s)
+        except TimeoutError:
+            return f"no answer within {limit_s:g} s"
+        except Unavailable as error:
+            return str(error)
+        except ReadyplaneError:  # it has no such page, and it has answered
+            pass
+        return ""
+
+    said = await asyncio.gather(*(look(peer) for _, peer in peers))
+    good = [peer for peer, why in zip(peers, said, strict=True) if not why]
+    notes = [
+        f"{worker_id}: not reached ({why})"
+        for (worker_id, _), why in zip(peers, said, strict=True)
+        if why
+    ]
+    return good[:PEERS_TRIED_MAX], notes
+
+
 async def kv_connector(
     engine: EnginePort,
     question: Question,
@@ -398,7 +431,7 @@ async def kv_connector(
     """
     alone = asyncio.create_task(_handover(engine, engine, question, expected)) if itself else None
     outward = homeward = itself
-    told: list[str] = []
+    peers, told = await answering(peers)
     tries = 1 if itself else MEETING_TRIES
     for worker_id, peer in peers:
         (out, note_out), (back, note_back) = await asyncio.gather(

@@ -7,8 +7,10 @@ keep what was new once the worker serves.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +30,26 @@ from readyplane_agent.reading import Reader
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.trace import StartTrace
 from readyplane_agent.vouching import refuse_untrusted
+
+log = logging.getLogger("agent.reuse")
+
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals with which no code ends its own process by accident."""
+
+
+def says_nothing_of_code(
+    segments: Sequence[Segment], *, returncode: int | None, stopped: bool
+) -> str:
+    """Why a start that failed says nothing of the code it was given; empty if it may be the code."""
+    if stopped:
+        return "a signal has stopped the engine's process"
+    if returncode is None:
+        if any(segment.name is SegmentName.COMPILE for segment in segments):
+            return ""
+        return "the engine got stuck before it came to the code"
+    if -returncode in FROM_OUTSIDE:
+        return f"the engine was ended from outside, by signal {-returncode}"
+    return ""
 
 
 class Reuse:
@@ -103,10 +125,21 @@ class Reuse:
         self._compiled.judge(segments)
         await self._kv.judge(segments)
 
-    async def failed(self) -> None:
-        """The engine did not come up: what it was given is nobody's any more."""
-        await self._kv.failed()
-        await self._compiled.failed()
+    async def failed(
+        self, segments: Sequence[Segment], *, returncode: int | None, stopped: bool
+    ) -> None:
+        """The engine did not come up: what it was given is nobody's any more, if it may be to blame.
+
+        Args:
+            segments: of its start. returncode: None while it runs. stopped: a signal holds it still.
+        """
+        if not stopped:  # the kernel kills one for the memory that it took: that may be its KV
+            await self._kv.failed()
+        why_not = says_nothing_of_code(segments, returncode=returncode, stopped=stopped)
+        if why_not:
+            log.info("reused compiled code is kept: %s", why_not)
+        else:
+            await self._compiled.failed()
 
     async def keep(self, engine: object, manifest: Manifest, *, compiled: bool) -> None:
         """The worker serves: keep and publish what was new; code only where it is `compiled`."""

@@ -30,6 +30,7 @@ from readyplane_agent.arena import Arena
 from readyplane_agent.barrier import Barrier
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.compile_publish import upload_url
+from readyplane_agent.engines.child import is_stopped
 from readyplane_agent.engines.offers import StagesGraphs
 from readyplane_agent.engines.port import EnginePort, EngineSpec
 from readyplane_agent.lifecycle import Event
@@ -340,7 +341,11 @@ class Start:
             await self._engine.wait_ready(stall_s=self._s.stall_s, limit_s=self._s.start_limit_s)
         except Unavailable:
             if reuse is not None:
-                await reuse.failed()
+                await reuse.failed(
+                    self._engine.startup_segments(),
+                    returncode=self._engine.returncode,
+                    stopped=is_stopped(self._engine.pid),
+                )
             raise
         if reuse is not None:
             await reuse.judge(self._engine.startup_segments())

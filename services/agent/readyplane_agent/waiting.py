@@ -15,11 +15,15 @@ from pathlib import Path
 from readyplane.core.errors import Refused, Unavailable
 from readyplane.core.worker import Holds
 from readyplane.kit.clock import Clock
+from readyplane_agent.engines.child import is_stopped
 from readyplane_agent.engines.offers import SleepDepth, Sleeps, StandsBy, offered
 from readyplane_agent.engines.port import EnginePort, EngineSpec
 from readyplane_agent.settings import AgentSettings
 
 log = logging.getLogger("agent.standby")
+
+STOPPED_S_MAX = 10.0
+"""A process that stands by may be held still so long, by a debugger or by hand."""
 
 
 class Waiting:
@@ -33,6 +37,7 @@ class Waiting:
         self._s, self._engine, self._clock = settings, engine, clock
         self.told = asyncio.Event()
         self.asleep = False
+        self._stopped_s: float | None = None
         self._turning = asyncio.Lock()  # the word to serve may come while it falls asleep
 
     @property
@@ -88,6 +93,26 @@ class Waiting:
             self.asleep = False
             log.info("awake after %.2f s", self._clock.monotonic_s() - began_s)
             return True
+
+    def frozen(self, *, waits: bool) -> str:
+        """Why a standby is none: its process has been held still for too long; empty while all is well.
+
+        Nobody sends requests to a standby, so that nobody else would notice. Asked again and again;
+        one that goes on in time is forgiven.
+        """
+        now_s = self._clock.monotonic_s()
+        if not (waits and is_stopped(self._engine.pid)):
+            self._stopped_s = None
+            return ""
+        if self._stopped_s is None:
+            self._stopped_s = now_s
+        still_s = now_s - self._stopped_s
+        if still_s < STOPPED_S_MAX:
+            return ""
+        return (
+            f"the engine's process {self._engine.pid} was stopped by a signal while it stood by, "
+            f"and has not gone on for {still_s:.0f} s"
+        )
 
     def holds(self, *, stands_by: bool, bare: bool) -> Holds | None:
         """With what it waits now; None while it does not."""

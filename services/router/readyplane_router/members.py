@@ -219,18 +219,22 @@ class Member:
             seat.foreign_blocks = max(0, load.kv_used_blocks - promised_blocks)
 
     def stalls(self, *, stalled_after_s: float, silent_after_s: float) -> bool:
-        """Whether it has running sequences and does not get on.
+        """Whether it has running sequences and does not get on, or does not answer at all.
 
-        Between two readings the counter stood still for `stalled_after_s`: it hangs (B46). Or nothing
-        was read for `silent_after_s`, which is longer: an engine that computes a long prompt answers
-        late and works all the same (B48). An engine without a counter (`LoadReport.sign_of_life`), and
-        one that is idle, is never called stalled; what its KV events tell is progress too.
+        Nothing was read for `silent_after_s` although its agent renews: nobody knows what it does,
+        whatever the last reading said, idle or not. That is longer than `stalled_after_s`: an engine
+        that computes a long prompt answers late and works all the same (B48). Or between two readings
+        the counter stood still for `stalled_after_s` with running sequences: it hangs (B46). One that
+        answers and is idle, or has no counter (`LoadReport.sign_of_life`), is well; what its KV
+        events tell is progress too.
         """
-        if not self.load.running or self.load.sign_of_life is None or self.load_s is None:
+        if self.load_s is None:
             return False
-        frozen_s = self.load_s - self.moved_s
-        silent_s = self.told_s - max(self.load_s, self.moved_s)
-        return frozen_s >= stalled_after_s or silent_s >= silent_after_s
+        if self.told_s - max(self.load_s, self.moved_s) >= silent_after_s:
+            return True
+        if not self.load.running or self.load.sign_of_life is None:
+            return False
+        return self.load_s - self.moved_s >= stalled_after_s
 
 
 def check_offer(offer: WorkerOffer) -> None:

@@ -38,8 +38,8 @@ class RouterPolicy:
         window_s, window_samples_max: of the latencies. lengths_half_life: finished requests after
             which a length has half its weight.
         stalled_after_s: running sequences and no iteration from one reading of the engine to another
-            so much later means stalled. silent_after_s: the same where the engine answers nothing at
-            all: longer than its answers may take while it computes a long prompt.
+            so much later means stalled. silent_after_s: its engine answers nothing at all for so
+            long, idle or not: longer than its answers may take while it computes a long prompt.
         barrier_stall_s: a rank that its group waits for fails the generation when it tells neither a
             step nor progress for so long; more than the longest step that tells no progress.
         load_stale_s: an engine report older than this is not believed: `stale_sequences_max`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from readyplane.core.errors import NotFound, Refused, StaleEpoch
-from readyplane.core.worker import Role, Worker, WorkerState
+from readyplane.core.worker import Holds, Role, Worker, WorkerState
 from readyplane.ports import Directive
 from readyplane_router.members import Member
 from readyplane_router.replica import Replica
@@ -23,6 +23,8 @@ from readyplane_router.told import (
 )
 
 ACTIVATE_S_DEFAULT = 60.0
+LOAD_S_DEFAULT = 900.0
+"""Of a standby that holds a process only: all of its start but the imports is still to come."""
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,8 @@ class Telling(Replica):
     ) -> Worker:
         """A standby is to serve. Told again it changes nothing, nor the deadline.
 
+        Without a deadline (0) it is given what suits what it holds.
+
         Raises:
             NotFound, StaleEpoch: as for a drain. Refused: it is about to end.
         """
@@ -90,7 +94,9 @@ class Telling(Replica):
             raise Refused(f"activation of {worker_id}", reasons, "take another standby")
         if member.told is None and is_to_tell(member.offer, member.state):
             now_s = self._clock.monotonic_s()
-            bound_s = deadline_s if deadline_s > 0 else ACTIVATE_S_DEFAULT
+            bare = member.holds is Holds.PROCESS
+            usual_s = LOAD_S_DEFAULT if bare else ACTIVATE_S_DEFAULT
+            bound_s = deadline_s if deadline_s > 0 else usual_s
             member.tell(ACTIVATE, _why(reason, scale_decision_id), now_s=now_s, for_s=bound_s)
             self._roster.bump()
             await self._tell(member)

@@ -163,7 +163,7 @@ class AttachedEngine:
                 self._failing_since_s = now_s
             if self._read_s is None:
                 return LoadReport()
-            return replace(self._last, age_s=now_s - self._read_s)
+            return replace(self._last, age_s=self._clock.monotonic_s() - self._read_s)
         self._read_s, self._failing_since_s = now_s, None
         return self._last
 
