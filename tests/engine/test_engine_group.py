@@ -19,12 +19,14 @@ import pytest_asyncio
 from readyplane.core.errors import Unavailable, Unsupported
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.engines.choice import engine_for
+from readyplane_agent.engines.modelled.communicator import SILENCE_LIMIT_S
 from readyplane_agent.engines.modelled.group import ModelledGroup
 from readyplane_agent.engines.offers import SleepDepth
 from readyplane_agent.engines.port import EnginePort, EngineSpec, arena_layout
 from readyplane_agent.engines.ranks import LOST_STATUS, HasRanks, RankSpec, first_gone
 from readyplane_agent.group_arena import GroupArena
 from readyplane_agent.group_plan import plan_group
+from readyplane_agent.ranks import blamed
 from tests.engine import port_suite
 from tests.engine.engine_world import ModelledFactory, modelled_factory
 
@@ -128,6 +130,35 @@ async def test_a_rank_that_is_killed_is_the_one_that_is_named(factory: GroupFact
     assert engine.returncode == -signal.SIGKILL
     assert engine.log_tail(3).startswith("rank 1: ended with status -9")
     await engine.stop()
+
+
+async def test_a_rank_that_is_stopped_is_blamed_though_its_process_is_there(
+    factory: GroupFactory,
+) -> None:
+    """SIGSTOP of an engine that serves: the other rank ends, and says whom it has lost (R17.1)."""
+
+    async def stopped(victim: int) -> None:
+        engine = ModelledGroup()
+        await engine.start(factory.group_spec(f"stopped-{victim}"))
+        await engine.wait_ready(stall_s=30.0, limit_s=60.0)
+        assert blamed(engine) == 0, "nobody is gone"
+        hung = psutil.Process(engine.ranks()[victim].pid)
+        hung.suspend()
+        try:
+            async with asyncio.timeout(SILENCE_LIMIT_S + 8.0):
+                while engine.returncode is None:
+                    await asyncio.sleep(0.05)
+            assert engine.returncode == LOST_STATUS
+            assert engine.ranks()[victim].returncode is None
+            assert blamed(engine) == victim
+            told = engine.log_tail(3)
+            assert told.startswith(f"rank {victim}: it hangs"), told
+            assert "cannot start" not in told
+        finally:
+            await engine.stop(grace_s=0.2)
+        assert not hung.is_running()
+
+    await asyncio.gather(stopped(0), stopped(1))
 
 
 class MixedGroup(ModelledGroup):

@@ -206,7 +206,8 @@ async def test_a_rank_that_hangs_ends_the_group(tmp_path: Path, demo: DemoModel)
         hung = await process_of(c, "w", 1)
         hung.suspend()
         assert await c.ended("w") == ExitCode.ENGINE_DIED
-        assert "rank 1 does not answer" in log(c, "w")
+        assert "rank 1: it hangs" in log(c, "w")
+        assert "cannot start" not in log(c, "w")
         assert not hung.is_running()
 
 

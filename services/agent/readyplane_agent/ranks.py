@@ -96,6 +96,6 @@ class Ranks:
 
 
 def blamed(engine: EnginePort) -> int:
-    """The rank that a failure is told of: the one that ended by itself, rank 0 otherwise."""
+    """The rank that a failure is told of: see `first_gone`, rank 0 otherwise."""
     gone = first_gone(engine.ranks()) if isinstance(engine, HasRanks) else None
     return 0 if gone is None else gone.rank

@@ -33,6 +33,7 @@ class RankStep:
     Attributes:
         step: of `STEPS`, the last it passed. progress: grows while it gets on.
         pid: of its process. returncode: once that is gone. detail: what it says, or why it ended.
+        lost: the rank that it ended for, None when it did not or does not know.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankStep:
     pid: int = 0
     returncode: int | None = None
     detail: str = ""
+    lost: int | None = None
 
 
 @runtime_checkable
@@ -53,6 +55,14 @@ class HasRanks(Protocol):
 
 
 def first_gone(ranks: Iterable[RankStep]) -> RankStep | None:
-    """The rank that ended by itself, before those that lost another; None while all run."""
-    gone = [rank for rank in ranks if rank.returncode is not None]
-    return min(gone, key=lambda rank: (rank.returncode == LOST_STATUS, rank.rank), default=None)
+    """The rank to blame for the end of a group; None while all run.
+
+    That is one that ended by itself, else one that those that ended had lost: it hangs, or is
+    stopped, and its process is there. Else one of those that only lost another.
+    """
+    known = {rank.rank: rank for rank in ranks}
+    gone = [rank for rank in known.values() if rank.returncode is not None]
+    by_itself = [rank for rank in gone if rank.returncode != LOST_STATUS]
+    named = {rank.lost for rank in gone if rank.lost is not None}
+    hung = [known[n] for n in named if n in known and known[n].returncode is None]
+    return min(by_itself or hung or gone, key=lambda rank: rank.rank, default=None)

@@ -72,8 +72,9 @@ def main() -> int:
     try:
         asyncio.run(_until_signalled(s, clock, log))
     except ReadyplaneError as error:
-        log.write(state="failed", failure=str(error))
-        print(f"modelled engine cannot start: {error}", file=sys.stderr, flush=True)
+        what = "has ended" if log.about["state"] == "ready" else "cannot start"
+        log.write(state="failed", failure=str(error), lost=getattr(error, "lost", None))
+        print(f"modelled engine {what}: {error}", file=sys.stderr, flush=True)
         return LOST_STATUS if isinstance(error, RankLost) else 1
     return 0
 

@@ -27,6 +27,8 @@ CONNECT_LIMIT_S = 600.0
 ANSWER_LIMIT_S = 600.0
 BEAT_EVERY_S = 1.0
 BEAT_LIMIT_S = 10.0
+# Rank 0 asks every second, and waits for another rank that hangs: so that it is heard first.
+SILENCE_LIMIT_S = BEAT_LIMIT_S + 2 * BEAT_EVERY_S
 CONNECT_PAUSE_S = 0.02
 HELLO = struct.Struct("<32sI")
 WORD = struct.Struct("<Q")
@@ -36,7 +38,15 @@ REMEDY = "start the group anew"
 
 
 class RankLost(Unavailable):
-    """Another rank of the group is gone, or never came."""
+    """Another rank of the group is gone, or never came.
+
+    Attributes:
+        lost: which, None when it is not known.
+    """
+
+    def __init__(self, reason: str, remedy: str, *, lost: int | None = None) -> None:
+        super().__init__(reason, remedy)
+        self.lost = lost
 
 
 class Communicator:
@@ -153,12 +163,13 @@ class Communicator:
             if self._closed.is_set():
                 return
             if gone:  # nobody speaks between two beats: this is the end of a link
-                raise RankLost(f"rank {links[gone[0]]} is gone", REMEDY)
+                rank = links[gone[0]]
+                raise RankLost(f"rank {rank} is gone", REMEDY, lost=rank)
             self.beat()
 
     def stand(self) -> None:
-        """Other ranks: answer rank 0's beats. Raises RankLost when rank 0 is gone."""
-        self._links[0].settimeout(None)
+        """Other ranks: answer rank 0's beats. Raises RankLost when rank 0 is gone or falls silent."""
+        self._links[0].settimeout(SILENCE_LIMIT_S)
         while True:
             self.spread(b"")
             self.all_reduce([1])
@@ -175,15 +186,15 @@ class Communicator:
         try:
             self._links[rank].sendall(data)
         except OSError as error:
-            raise RankLost(f"rank {rank} is gone ({error})", REMEDY) from error
+            raise RankLost(f"rank {rank} is gone ({error})", REMEDY, lost=rank) from error
 
     def _take(self, rank: int, size: int) -> memoryview:
         try:
             return _whole(self._links[rank], size)
         except TimeoutError as error:
-            raise RankLost(f"rank {rank} does not answer", REMEDY) from error
+            raise RankLost(f"rank {rank} does not answer", REMEDY, lost=rank) from error
         except OSError as error:
-            raise RankLost(f"rank {rank} is gone ({error})", REMEDY) from error
+            raise RankLost(f"rank {rank} is gone ({error})", REMEDY, lost=rank) from error
 
 
 def _tell(path: Path, document: dict[str, object]) -> None:

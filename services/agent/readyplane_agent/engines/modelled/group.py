@@ -21,6 +21,7 @@ from readyplane.core.errors import Unavailable, Unsupported
 from readyplane.core.worker import Serving
 from readyplane.kit.clock import Clock
 from readyplane_agent.engines.child import log_end
+from readyplane_agent.engines.exit_status import status_text
 from readyplane_agent.engines.modelled.adapter import (
     CPU_TICKS_STEP,
     KILL_LIMIT_S,
@@ -123,7 +124,7 @@ class ModelledGroup(ModelledEngine):
         step = str(facts.get("step", STEPS[0]))
         why = str(facts.get("failure", ""))
         if process.returncode is not None and not why:
-            why = f"ended with status {process.returncode}"
+            why = f"ended with status {status_text(process.returncode)}"
         return RankStep(
             rank=rank,
             step=step if step in STEPS else STEPS[0],
@@ -131,6 +132,7 @@ class ModelledGroup(ModelledEngine):
             pid=process.pid,
             returncode=process.returncode,
             detail=why,
+            lost=facts["lost"] if isinstance(facts.get("lost"), int) else None,
         )
 
     def _facts_of(self, rank: int) -> Mapping[str, Any]:
@@ -181,21 +183,23 @@ class ModelledGroup(ModelledEngine):
     def _died(self) -> Unavailable:
         """Which rank ended, and why: the one that ended by itself, not those it took with it."""
         gone = first_gone(self.ranks())
-        if gone is None or gone.rank == 0:
+        if gone is None or (gone.rank == 0 and gone.returncode is not None):
             return super()._died()
         return Unavailable(self.log_tail(5), "see the rank's log")
 
     def log_tail(self, lines: int = 20) -> str:
         """End of rank 0's log; of another rank's, with what became of it, once that is gone."""
         gone = first_gone(self.ranks())
-        if gone is None or gone.rank == 0 or self._stopping:
+        if gone is None or self._stopping or (gone.rank == 0 and gone.returncode is not None):
             return super().log_tail(lines)
-        told = gone.detail or f"ended with status {gone.returncode}"
+        told = gone.detail or "it hangs, the others had no answer of it any more"
         return f"rank {gone.rank}: {told}; {log_end(self._rank_log(gone.rank, lines))}"
 
     def _rank_log(self, rank: int, lines: int) -> str:
         """End of another rank's log."""
         assert self._spec is not None
+        if rank == 0:
+            return super().log_tail(lines)
         try:
             text = self._spec.log_path.with_name(f"rank-{rank}.log").read_text("utf-8", "replace")
         except OSError:

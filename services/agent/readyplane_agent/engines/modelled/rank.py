@@ -144,7 +144,7 @@ def follow(s: ModelledSettings, clock: Clock, log: StartupLog) -> int:
         log.write(state="ready", fingerprint=f"{weights.fingerprint:016x}")
         weights.link.stand()
     except ReadyplaneError as error:
-        log.write(state="failed", failure=str(error))
+        log.write(state="failed", failure=str(error), lost=getattr(error, "lost", None))
         LOG.error("rank %d of %d ends: %s", s.rank, s.world, error)
         return LOST_STATUS if isinstance(error, RankLost) else FAILED_STATUS
     return FAILED_STATUS
