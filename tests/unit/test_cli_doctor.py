@@ -345,3 +345,15 @@ def test_artifacts_that_are_ordered_no_more_are_named_with_the_way_out() -> None
     assert (finding.name, finding.status) == ("starts of prefill workers", "fail")
     assert "sha256:aaaa" in finding.found and "(bytes: m.safetensors)" in finding.found
     assert "readyplane policy again" in finding.remedy
+
+
+def test_a_worker_whose_engine_does_not_answer_is_named() -> None:
+    rows = [
+        {"worker_id": "d-1", "state": "ready", "start": None},
+        {"worker_id": "d-2", "state": "stalled", "start": {"failure": ""}},
+        {"worker_id": "d-3", "state": "gone", "start": {"failure": "no peer has the bytes"}},
+    ]
+    stalled, failed = doctor_system._workers({"workers": rows})
+    assert (stalled.name, stalled.status) == ("worker d-2", "warn")
+    assert "does not answer" in stalled.found and "readyplane drain d-2" in stalled.remedy
+    assert (failed.name, failed.found) == ("worker d-3", "no peer has the bytes")

@@ -230,7 +230,7 @@ async def test_a_process_that_ends_or_stalls_says_why(tmp_path: Path) -> None:
     )
     try:
         with pytest.raises(Unavailable, match=r"does not get on.*its log ends: hm"):
-            await silent.stand_by(spec(tmp_path / "wb"), stall_s=0.5, limit_s=20)
+            await silent.stand_by(spec(tmp_path / "wb"), stall_s=3, limit_s=20)
     finally:
         await silent.stop()
 

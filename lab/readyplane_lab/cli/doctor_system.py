@@ -15,6 +15,7 @@ AREA = "system"
 ANSWER_S_MAX = 5.0
 SKEW_S_MAX = 2.0
 STATE_AGE_S_MAX = 15.0
+WHY_CHARS_MAX = 600
 SERVICES = ("registry", "router", "planner", "gateway")
 
 
@@ -90,9 +91,14 @@ def _why(text: str) -> str:
     try:
         document: Any = json.loads(text)
     except ValueError:
-        return text[:120]
+        return _cut(text)
     found = document.get("why") if isinstance(document, dict) else None
-    return str(found or text)[:160]
+    return _cut(str(found or text))
+
+
+def _cut(text: str) -> str:
+    """Whole as long as a reason with its remedy is; what is longer says that it goes on."""
+    return text if len(text) <= WHY_CHARS_MAX else text[: WHY_CHARS_MAX - 1] + "…"
 
 
 async def _grpc(name: str, address: str, token: str = "") -> Finding:
@@ -155,18 +161,26 @@ async def _planner(where: Where) -> AsyncIterator[Finding]:
         yield Finding(AREA, "planner", "warn", "paused: targets are held", remedy)
     for finding in _dead_ends(state):
         yield finding
+    for finding in _workers(state):
+        yield finding
+
+
+def _workers(state: dict[str, Any]) -> list[Finding]:
+    """Workers that are of no use as they are."""
+    found = []
     for worker in state.get("workers", ()):
-        start = worker.get("start") or {}
-        if worker["state"] == "stalled" or start.get("failure"):
-            said = start.get("failure") or (
+        name = f"worker {worker['worker_id']}"
+        failure = (worker.get("start") or {}).get("failure")
+        if worker["state"] == "stalled" or failure:
+            said = failure or (
                 "its engine does not answer, or has work and makes no progress; nothing is sent to it"
             )
             remedy = f"drain it: `readyplane drain {worker['worker_id']}`"
-            yield Finding(AREA, f"worker {worker['worker_id']}", "warn", said, remedy)
+            found.append(Finding(AREA, name, "warn", said, remedy))
         elif worker.get("unpairable"):
             remedy = "start or attach a worker of the other stage with this KV format, or drain it"
-            name = f"worker {worker['worker_id']}"
-            yield Finding(AREA, name, "warn", worker["unpairable"], remedy)
+            found.append(Finding(AREA, name, "warn", worker["unpairable"], remedy))
+    return found
 
 
 def _dead_ends(state: dict[str, Any]) -> list[Finding]:
