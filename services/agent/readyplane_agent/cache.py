@@ -12,6 +12,7 @@ an exclusive one (B120). Both kinds of lock end with their process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -35,6 +36,16 @@ WRITER_WAIT_S = 120.0
 WRITER_POLL_S = 0.1
 ODD = ".odd"
 ODD_MAX = 100
+
+# utimensat(2): Python can only set both times, and would race with a writer for the second.
+_AT_FDCWD, _UTIME_NOW, _UTIME_OMIT = -100, (1 << 30) - 1, (1 << 30) - 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Time(ctypes.Structure):
+    """`struct timespec`."""
+
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class WeightCache:
@@ -60,12 +71,13 @@ class WeightCache:
         return all(self._present(entry) for entry in manifest.files)
 
     def used(self, manifest: Manifest) -> None:
-        """Keep the files of a manifest longest: they were just read."""
+        """Keep the files of a manifest longest: they were just read.
+
+        The time of access alone: the other one tells who maps them that they were written to.
+        """
+        times = (_Time * 2)(_Time(0, _UTIME_NOW), _Time(0, _UTIME_OMIT))
         for entry in manifest.files:
-            try:
-                os.utime(self.locate(entry))
-            except OSError:
-                continue
+            _libc.utimensat(_AT_FDCWD, os.fsencode(self.locate(entry)), times, 0)
 
     def discard(self, entry: FileEntry) -> None:
         """Take a file out that is not what its name says; readers keep what they have open."""

@@ -27,12 +27,17 @@ class Doorway:
 
     connections_max: int
     made_room: int = 0
+    _closed: bool = False
     _came: dict[asyncio.Task[None], float] = field(default_factory=dict)
     _idle: dict[asyncio.Task[None], float] = field(default_factory=dict)
     _trusted: set[asyncio.Task[None]] = field(default_factory=set)
 
     def enter(self, task: asyncio.Task[None], *, now_s: float) -> bool:
-        """Let a connection in; False when all are taken by readers that are being answered."""
+        """Let a connection in; False when all are taken by readers that are being answered, and for
+        one that was accepted just before the end.
+        """
+        if self._closed:
+            return False
         if len(self._came) >= self.connections_max:
             victim = self._victim()
             if victim is None:
@@ -84,6 +89,7 @@ class Doorway:
 
     async def close(self) -> None:
         """End all of them, waiting for a bounded time."""
+        self._closed = True
         tasks = list(self._came)
         for task in tasks:
             task.cancel()

@@ -25,6 +25,7 @@ from readyplane_agent.cache import WeightCache
 from readyplane_agent.changing import Changing
 from readyplane_agent.dead_end import dead_end
 from readyplane_agent.engines.child import log_end
+from readyplane_agent.engines.exit_status import status_text
 from readyplane_agent.engines.port import EnginePort
 from readyplane_agent.giving import Giving
 from readyplane_agent.interference import Watch
@@ -42,6 +43,7 @@ from readyplane_agent.lifecycle import (
 )
 from readyplane_agent.load import LoadReader
 from readyplane_agent.loop import News, Session
+from readyplane_agent.mapped_watch import MappedWatch
 from readyplane_agent.metrics import source_metrics, start_metrics, start_text
 from readyplane_agent.ranks import blamed
 from readyplane_agent.settings import AgentSettings
@@ -132,6 +134,7 @@ class Life:
             health=self._health,
             metrics=self.metrics,
         )
+        self._mapped = MappedWatch(self.started, cache, self.transfer, clock, end=self.end)
         self.transfer.engine_told = lambda: meeting.told(engine)
         self.giving = Giving(
             settings,
@@ -201,7 +204,7 @@ class Life:
             end = End(Event.FENCED_OFF, str(error))
         except (ReadyplaneError, OSError) as error:
             self.trace.dead_end = dead_end(error)
-            end = End(Event.START_FAILED, str(error))
+            end = End(Event.START_FAILED, self._mapped.explained(str(error)))
         except asyncio.CancelledError:
             end = End(Event.LEAVE_ASKED, "cancelled")
         except Exception as error:  # whatever broke: give everything back, then say so
@@ -220,6 +223,7 @@ class Life:
         self.background(self._keep_session())
         self.background(self._watch_engine())
         self.background(self.giving.keep())
+        self.background(self._mapped.keep())
         self._waiting.check()
         if self._waiting.bare:
             await self._wait_bare()
@@ -417,7 +421,8 @@ class Life:
             await self._clock.sleep(ENGINE_WATCH_S)
             if why := self._waiting.frozen(waits=self.state in WAITS):
                 return self.end(Event.ENGINE_DIED, why)
-        told = f"the engine ended with {self.engine.returncode}; {log_end(self.engine.log_tail(5))}"
+        code, tail = status_text(self.engine.returncode), log_end(self.engine.log_tail(5))
+        told = self._mapped.explained(f"the engine ended with {code}; {tail}")
         return self.end(Event.ENGINE_DIED, told)
 
     # ----------------------------------------------------------------------- lease and news

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +53,8 @@ class MappedMemory(ArenaMemory):
         self.size_bytes, self.view = size_bytes, self._mapped.view
         self.sealed, self.faulted = True, Faulted()
         self.use: SourceUse | None = None
+        # As they were before a byte was looked at: what changes during the proof is seen as well.
+        self._known = {name: _identity(fd) for name, fd in self._mapped.files.items()}
         # Not the arena's file, there is none: what says that it is not closed yet.
         self.fd = min(self._mapped.files.values())
 
@@ -78,6 +81,34 @@ class MappedMemory(ArenaMemory):
         """Share of the files that lies in the page cache; None where the kernel does not say."""
         return self._mapped.resident_share()
 
+    def changed(self) -> dict[str, str]:
+        """Files that somebody has written to or cut since they were opened: by name, what is seen.
+
+        Told by length and time of change. Neither is another's use of the file (it touches the time
+        of access alone), its removal or replacement under its name: what is mapped stays.
+        """
+        found = {}
+        for name, fd in self._mapped.files.items() if self.fd >= 0 else ():
+            size_bytes, changed_ns = self._known[name]
+            now_bytes, now_ns = _identity(fd)
+            if now_bytes != size_bytes:
+                found[name] = f"{now_bytes} B instead of {size_bytes}"
+            elif now_ns != changed_ns:
+                found[name] = "written to after it was verified"
+        return found
+
+    def is_file(self, path: Path) -> bool:
+        """Whether the file of that name in the folder is the one that is mapped."""
+        fd = self._mapped.files.get(path.name)
+        try:
+            return fd is not None and os.path.samestat(path.lstat(), os.fstat(fd))
+        except OSError:
+            return False
+
+    def forsake(self) -> None:
+        """No byte of it is read here any more: pages of a file that was cut would end this process."""
+        self.view = memoryview(b"")
+
     def prefault(self, start: int, size_bytes: int) -> bool:  # noqa: ARG002 - the memory is there
         """Nothing to do: the pages are there."""
         return True
@@ -91,6 +122,12 @@ class MappedMemory(ArenaMemory):
             return
         self.fd = -1
         self._mapped.close()
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    """(length in bytes, time of the last change of its bytes in ns)."""
+    found = os.fstat(fd)
+    return found.st_size, found.st_mtime_ns
 
 
 def open_mapped(manifest: Manifest, cache: WeightCache) -> Arena | str:

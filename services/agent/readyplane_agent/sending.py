@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from readyplane.kit.clock import Clock
 
 TURN_US = 500_000
+# A reader that takes nothing for so long gives its place to others.
+STALL_LIMIT_S = 15.0
 
 
 class Sending:
@@ -55,34 +57,40 @@ class Sending:
             yielding: others come first on this machine's processors.
 
         Raises:
-            ConnectionError: the reader is gone. TimeoutError: it took too long.
+            ConnectionError: the reader is gone. TimeoutError: it took too long, or nothing for
+                STALL_LIMIT_S.
         """
         await writer.drain()  # nothing of an earlier answer is left in the transport
         transport = writer.transport
         assert isinstance(transport, asyncio.Transport)
-        # A descriptor of our own: the transport may be closed, and its number given away, meanwhile.
-        door = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
-        file = os.dup(source)
+        door, file = _own(writer, source)
         left = threading.Event()
         # The loop keeps its hands off, so that the thread may block: one call then sends a whole
         # piece, where a socket that does not block would wake it for every segment.
         transport.pause_reading()
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, TURN_US))
-        work = asyncio.get_running_loop().run_in_executor(
-            self.threads, self._give, door, head, file, at, size, limit_s, left, yielding
-        )
+        try:
+            job = self.threads.submit(
+                self._give, door, head, file, at, size, limit_s, left, yielding
+            )
+        except RuntimeError as error:  # closed meanwhile
+            door.close()
+            os.close(file)
+            raise ConnectionAbortedError("this door is closed") from error
+        work = asyncio.wrap_future(job)
+        # Theirs until the thread is done with them, however this coroutine ends: a number that was
+        # closed too early may be somebody else's file by then.
+        work.add_done_callback(lambda _: _give_back(door, file))
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
             left.set()
             with contextlib.suppress(OSError):
                 door.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            with contextlib.suppress(OSError):
-                await work
+            if not job.cancel():  # a piece that waits for a thread needs none any more
+                with contextlib.suppress(OSError):
+                    await asyncio.shield(work)
             raise
         finally:
-            door.close()
-            os.close(file)
             if not transport.is_closing():
                 transport.resume_reading()
 
@@ -98,30 +106,59 @@ class Sending:
         yielding: bool,
     ) -> None:
         _yield_to_others(yielding)
-        until_s = self._clock.monotonic_s() + limit_s
+        taken_s = self._clock.monotonic_s()
+        until_s = taken_s + limit_s
         end = at + size
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, TURN_US))
         door.setblocking(True)
         try:
-            if head:
-                door.sendall(head, socket.MSG_MORE)
-            while at < end:
+            while head or at < end:
                 if left.is_set():
                     raise ConnectionAbortedError("nobody waits for it any more")
                 try:
+                    if head:
+                        head = head[door.send(head, socket.MSG_MORE) :]
+                        continue
                     sent = os.sendfile(door.fileno(), file, at, end - at)
                 except BlockingIOError:  # nothing was taken for the whole turn
-                    if self._clock.monotonic_s() > until_s:
-                        raise TimeoutError(f"{end - at} B not taken in {limit_s:g} s") from None
+                    now_s = self._clock.monotonic_s()
+                    if now_s > min(until_s, taken_s + STALL_LIMIT_S):
+                        late = f"{end - at} B not taken in {now_s - until_s + limit_s:.0f} s"
+                        raise TimeoutError(late) from None
                     continue
                 if sent == 0:
                     raise ConnectionResetError("the arena ended early")
-                at += sent
+                at, taken_s = at + sent, self._clock.monotonic_s()
+                if taken_s > until_s and at < end:
+                    raise TimeoutError(f"{end - at} B not taken in {limit_s:g} s")
         finally:
             door.setblocking(False)
 
     def close(self) -> None:
         """No more pieces; those that go on end with their connections."""
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _own(writer: asyncio.StreamWriter, source: int) -> tuple[socket.socket, int]:
+    """Connection and file under descriptors of our own: the transport may be closed meanwhile.
+
+    Raises:
+        ConnectionError: the connection or the file is closed, or this process has no descriptors.
+    """
+    try:
+        door = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+    except OSError as error:
+        raise ConnectionResetError(f"the reader is gone ({error})") from error
+    try:
+        return door, os.dup(source)
+    except OSError as error:
+        door.close()
+        raise ConnectionAbortedError(f"the arena cannot be read ({error})") from error
+
+
+def _give_back(door: socket.socket, file: int) -> None:
+    door.close()
+    os.close(file)
 
 
 _told = threading.local()

@@ -33,6 +33,7 @@ REQUEST_LIMIT_S = 5.0
 PIECE_BYTES = 2**20
 PIECE_BYTES_MIN = 64 * 1024
 SEND_LIMIT_S = 60.0
+SMALL_SEND_LIMIT_S = 10.0
 KINDS = ("chunks", "holdings", "nixl")
 PAUSE_TURN_S = 0.05
 # One reader opens a few connections, so that one slow stream does not hold it up.
@@ -93,6 +94,7 @@ class TransferServer:
         self.pace = pacing.begin(self.policy, now_s=clock.monotonic_s())
         self.seen = pacing.Foreground()
         self._offering: Offering | None = None
+        self._withheld: Offering | None = None
         self._sending = Sending(clock, threads_max=self._requests_max)
         self._server: asyncio.Server | None = None
         self._doorway = Doorway(self._requests_max + SPARE_CONNECTIONS)
@@ -149,6 +151,18 @@ class TransferServer:
         self._close_nixl()  # it leads to the arena before
         self._offering = Offering(arena, incarnation=self._incarnation)
 
+    def withhold(self) -> None:
+        """Give nothing more of what was offered: its bytes are not what was verified.
+
+        Answers that are on their way end with their connections, and whoever asks is sent elsewhere.
+        """
+        if self._offering is None:
+            return
+        self._withheld, self._offering = self._offering, None
+        self._close_nixl()
+        for task in list(self._readers):
+            task.cancel()
+
     def serve(self) -> None:
         """Requests are served here from now on: weights leave slowly until it is seen what it does."""
         self.pace = pacing.serve(self.pace, self.policy)
@@ -188,9 +202,10 @@ class TransferServer:
             self._server.close()
         await self._doorway.close()
         self._sending.close()
-        if self._offering is not None:
-            self._offering.close()
-            self._offering = None
+        for offering in (self._offering, self._withheld):
+            if offering is not None:
+                offering.close()
+        self._offering = self._withheld = None
         self._close_nixl()
 
     def _close_nixl(self) -> None:
@@ -225,10 +240,13 @@ class TransferServer:
         writer.transport.set_write_buffer_limits(high=0)  # a drain then means: all of it has gone
         try:
             await self._serve(task, reader, writer)
-        except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # the peer went away; whatever it has it verifies itself
+        except (OSError, asyncio.IncompleteReadError):
+            # The peer went away, or takes nothing; whatever it has it verifies itself. What it has
+            # not taken is dropped, or the connection would stay open for as long as it likes.
+            writer.transport.abort()
         except asyncio.CancelledError:
-            pass  # stop() ends connections; the server's own task must not see it as a crash
+            # stop() ends connections; the server's own task must not see it as a crash
+            writer.transport.abort()
         finally:
             self._doorway.leave(task)
             self._readers.pop(task, None)
@@ -245,8 +263,7 @@ class TransferServer:
                     head = await reader.readuntil(b"\r\n\r\n")
             except asyncio.LimitOverrunError:
                 answer = Answer("431 Request Header Fields Too Large")
-                writer.write(answer.head(close=True))
-                await writer.drain()
+                await self._send_small(writer, answer.head(close=True))
                 return
             self._doorway.asked(task)
             request = parse(head)
@@ -255,6 +272,8 @@ class TransferServer:
                 reason = answer.status.split(" ", 1)[0]
                 self.refused[reason] = self.refused.get(reason, 0) + 1
             # A request body is never read, so the connection can not be used again after one.
+            if not answer.size:  # a small answer that nobody takes holds no place against others
+                self._doorway.waits(task, now_s=self._clock.monotonic_s())
             await self._send(writer, answer, request)
             if request.closes:
                 return
@@ -300,6 +319,8 @@ class TransferServer:
         if parse_qs(query).get("incarnation", [""])[0] != self._incarnation:
             return Answer("409 Conflict", f"this is incarnation {self._incarnation}\n".encode())
         digest, _, path = rest.partition("/")
+        if self._withheld is not None and self._offering is None:
+            return Answer("404 Not Found", b"withheld: read from another source\n")
         if self._offering is None:
             return Answer("404 Not Found", b"this worker holds no artifact yet\n")
         refusal = self._offering.refusal(unquote(digest), query)
@@ -373,15 +394,18 @@ class TransferServer:
         body = b"" if head_only else answer.body
         head = answer.head(close=request.closes)
         if not gives:
-            writer.write(head + body)
-            async with asyncio.timeout(SEND_LIMIT_S):
-                await writer.drain()
+            await self._send_small(writer, head + body)
             return
         self._active += 1
         try:
             await self._send_file(writer, head, answer)
         finally:
             self._active -= 1
+
+    async def _send_small(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        writer.write(data)
+        async with asyncio.timeout(SMALL_SEND_LIMIT_S):
+            await writer.drain()
 
     async def _send_file(self, writer: asyncio.StreamWriter, head: bytes, answer: Answer) -> None:
         assert self._offering is not None
