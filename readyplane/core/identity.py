@@ -118,6 +118,13 @@ class TensorEntry:
     ranks: tuple[int, ...] = ()
 
 
+CANARY_REMEDY = (
+    "record one with `readyplane artifact canary --engine-url URL --model NAME --out FILE` and publish "
+    "it again with `--canary FILE`"
+)
+"""What to do about an artifact without a known answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Canary:
     """A question with a known answer, recorded when the artifact was published."""

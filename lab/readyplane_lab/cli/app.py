@@ -12,6 +12,7 @@ import typer
 
 from readyplane_lab.cli import (
     artifact,
+    artifact_canary,
     artifact_export,
     artifact_keep,
     attach,
@@ -105,6 +106,7 @@ app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("route", epilog=route.EXAMPLES)(route.route)
 app.command("replay", epilog=replay.EXAMPLES)(replay.replay)
 app.command("prove", epilog=prove.EXAMPLES)(prove.prove)
+artifact.app.command("canary", epilog=artifact_canary.CANARY_EXAMPLES)(artifact_canary.canary)
 artifact.app.command("sign", epilog=artifact_keep.SIGN_EXAMPLES)(artifact_keep.sign)
 artifact.app.command("untag", epilog=artifact_keep.UNTAG_EXAMPLES)(artifact_keep.untag)
 artifact.app.command("retire", epilog=artifact_keep.RETIRE_EXAMPLES)(artifact_keep.retire)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from readyplane.core.errors import InvalidField, NotFound, Refused
+from readyplane.core.identity import CANARY_REMEDY
 from readyplane_lab.cli import artifact_progress, output
+from readyplane_lab.cli.artifact_canary import with_canary
 from readyplane_lab.cli.flags import Json, examples, switch
 from readyplane_lab.cli.where import (
     RegistryAddress,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 PUBLISH_EXAMPLES = examples(
     "readyplane artifact publish ./llama-8b-fp8 --model llama-8b --tag llama-8b:2026-08",
+    "readyplane artifact publish ./model --model m --canary canary.json",
     "readyplane artifact publish --demo",
     "readyplane artifact publish models--org--llama --revision main --model llama --sign-key k.pem",
     "readyplane artifact publish ./model --model m --quantisation fp8 --scales tensor:F32 --json",
@@ -92,6 +95,14 @@ def publish(
         Path | None,
         typer.Option(metavar="FILE", help="Sign it with this private key.", show_default=False),
     ] = None,
+    canary: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Its known answer (`artifact canary` records one); without one nobody may serve it.",
+            show_default=False,
+        ),
+    ] = None,
     tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel size.")] = 1,
     pp: Annotated[int, typer.Option(metavar="N", help="Pipeline-parallel size.")] = 1,
     ep: Annotated[int, typer.Option(metavar="N", help="Expert-parallel size.")] = 1,
@@ -115,6 +126,8 @@ def publish(
         raise InvalidField("--model-mb", model_mb, "give it with --demo, only then")
     if not 8 <= (model_mb or DEMO_MB) <= 4000:
         raise InvalidField("--model-mb", model_mb, "give 8 to 4000")
+    if canary is not None and demo:
+        raise InvalidField("--canary", str(canary), "leave it out: the demo model has its own")
     for name, value in (("tp", tp), ("pp", pp), ("ep", ep)):
         if value < 1:
             raise InvalidField(f"--{name}", value, "give 1 or more")
@@ -131,6 +144,8 @@ def publish(
 
         told = scales_from_text(scales) if scales else None
         facts = Facts(quantisation=quantisation, scales=told, tp=tp, pp=pp, ep=ep)
+        if canary is not None:
+            facts = with_canary(facts, canary)
         published = _publish(
             where,
             directory,
@@ -207,7 +222,14 @@ def _tell_published(published: Published, *, as_json: bool) -> None:
         "skipped": list(published.skipped),
         "origin": published.origin.fields(),
         "signed_by": published.signed_by,
+        "canary": manifest.canary is not None,
     }
+    if manifest.canary is None:
+        output.console(stderr=True).print(
+            "[yellow]warning[/yellow]: it has no known answer: no worker of it is ever admitted, and "
+            f"`rollout --to` refuses it; {CANARY_REMEDY}",
+            soft_wrap=True,
+        )
     if as_json:
         output.emit(document)
         return

@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from readyplane.core.errors import Refused
+from readyplane.core.errors import ReadyplaneError, Refused
 from readyplane_lab.cli import output
 from readyplane_lab.cli.artifact import Reference, resolve
 from readyplane_lab.cli.flags import Json, examples, switch
 from readyplane_lab.cli.where import (
+    PlannerAddress,
     RegistryAddress,
     RegistryHttp,
     Where,
     ask_http,
     find,
+    planner_of,
     registry_of,
     run,
+    within,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ UNTAG_EXAMPLES = examples(
 )
 GC_EXAMPLES = examples("readyplane artifact gc --dry-run", "readyplane artifact gc --json")
 COLLECT_S_MAX = 3600.0
+POLICY_S_MAX = 5.0
 KEPT_SHOWN_MAX = 20
 
 key_app = typer.Typer()
@@ -99,20 +103,62 @@ def untag(
         typer.Option(metavar="DIGEST", help="Where it must point now (default: where it does)."),
     ] = "",
     force: Annotated[bool, switch("--force", text="From wherever it points.")] = False,
+    although_used: Annotated[
+        bool, switch("--although-used", text="Also while the planner's policy names it.")
+    ] = False,
     json: Json = False,
     registry: RegistryAddress = "",
+    planner: PlannerAddress = "",
 ) -> None:
     """Take a tag away by compare-and-set; the artifact and the tag's history stay.
 
     Nobody resolves by it any more; `readyplane artifact tag NAME` still shows where it has pointed.
+    Refused while the policy of the planner (given or running here) names it.
     """
-    where = find("registry", registry=registry)
+    where = find("registry", registry=registry, planner=planner)
+    used = run(_used(where, name))
+    if used and not although_used:
+        raise Refused(
+            f"untag {name}",
+            [f"the planner's policy names it ({used}), and would no longer find its artifact"],
+            "name another first (`readyplane rollout --to REF`, `readyplane policy set "
+            "manifest=REF`), move the tag (`readyplane artifact tag`), or say --although-used",
+        )
     before, tag = run(_untag(where, name, expected, force=force))
+    _tell_unused(where, name, used)
     if json:
         output.emit({"name": tag.name, "version": tag.version, "was": before})
         return
     was = f", which pointed at {output.short(before)}" if before else ", which pointed nowhere"
     output.say(f"took away {tag.name} (version {tag.version}){was}")
+
+
+async def _used(where: Where, name: str) -> str:
+    """How a policy names that tag; empty when none is known to."""
+    if not where.planner:
+        return ""
+    try:
+        async with planner_of(where) as planner:
+            policy, version = await within(planner.get_policy(), POLICY_S_MAX, "the planner")
+    except ReadyplaneError as error:
+        _remark(f"whether the planner uses {name} is not known: {error}")
+        return ""
+    return f"version {version}, manifest {name}" if policy.get("manifest") == name else ""
+
+
+def _tell_unused(where: Where, name: str, used: str) -> None:
+    """What follows, beside the result."""
+    if used:
+        _remark(
+            f"the planner keeps what it resolved last and is degraded until {name} points somewhere "
+            "again or the policy names another; one that begins anew has nothing to start"
+        )
+    elif not where.planner:
+        _remark(f"no planner was asked: one whose policy names {name} finds it no more")
+
+
+def _remark(text: str) -> None:
+    output.console(stderr=True).print(output.cell(text), soft_wrap=True)
 
 
 async def _untag(where: Where, name: str, expected: str, *, force: bool) -> tuple[str, Tag]:
