@@ -161,8 +161,26 @@ async def test_what_a_person_asks_for_is_on_record_and_followed_once() -> None:
     await until(run, "rolled_back")
     assert held(run, ONE.digest) == (2, 2)
     assert held(run, TWO.digest) == (0, 0)
+    shown = await run.service.upgrades.show()
+    assert shown["to"]["digest"] == TWO.digest and shown["serves"]["digest"] == ONE.digest
+    assert shown["new"] == {"prefill": 0, "decode": 0}, "nobody of what was asked for serves"
+    assert shown["old"] == {"prefill": 2, "decode": 2}
     await run.step(30)
     assert run.decisions[-1].rollout.phase == "rolled_back", "the policy still names it"
+
+
+async def test_a_tag_moved_to_an_artifact_without_a_known_answer_starts_nothing() -> None:
+    """The gate would refuse each of its workers: what serves stays, and the remedy is said."""
+    run, names = await serving()
+    ordered = len(run.world.provisions)
+    names.known["stable"] = manifest(6, canary=None)
+    await run.step(20)
+    assert held(run, ONE.digest) == (2, 2) and len(run.world.provisions) == ordered
+    state = await run.service.state()
+    assert "artifact stable: the artifact has no known answer" in state["degraded"]
+    names.known["stable"] = ONE
+    await run.step(3)
+    assert not (await run.service.state())["degraded"]
 
 
 async def test_what_does_not_fit_is_refused_by_name_and_nothing_changes() -> None:
@@ -171,6 +189,7 @@ async def test_what_does_not_fit_is_refused_by_name_and_nothing_changes() -> Non
         "wide": manifest(3, tp=8),
         "foreign": manifest(4, model="llama"),
         "graphs": manifest(5, kind=ArtifactKind.COMPILE, tensors=(), canary=None),
+        "mute": manifest(6, canary=None),
     }
     ask, before = run.service.upgrades.ask, (await run.service.get_policy())[1]
     with pytest.raises(NotFound, match="nobody"):
@@ -179,6 +198,7 @@ async def test_what_does_not_fit_is_refused_by_name_and_nothing_changes() -> Non
         ("wide", "prefill: placed for 8 GPUs .tp 8, pp 1., a worker of h200-slow10 has 1"),
         ("foreign", "model: it is of llama, this planner plans demo"),
         ("graphs", "kind: it is compile"),
+        ("mute", "canary: the artifact has no known answer.*--canary FILE"),
         ("stable", "serves already"),
     ):
         with pytest.raises(Refused, match=why):

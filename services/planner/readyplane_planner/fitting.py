@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from readyplane.core.errors import Refused, Unavailable
-from readyplane.core.identity import ArtifactKind, Manifest
+from readyplane.core.identity import CANARY_REMEDY, ArtifactKind, Manifest
 from readyplane.core.profile import ClassProfile
 
 ASK_S_MAX = 5.0
+UNANSWERED = (
+    "the artifact has no known answer, so no worker of it would ever be admitted; " + CANARY_REMEDY
+)
 
 
 class Resolves(Protocol):
@@ -61,6 +64,8 @@ def _unfit(
     found = []
     if manifest.kind is not ArtifactKind.WEIGHTS:
         found.append(f"kind: it is {manifest.kind}, weights are served")
+    elif manifest.canary is None:
+        found.append(f"canary: {UNANSWERED}")
     if manifest.model != model:
         found.append(f"model: it is of {manifest.model}, this planner plans {model}")
     placed = manifest.tp * manifest.pp

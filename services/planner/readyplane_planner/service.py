@@ -22,6 +22,7 @@ from readyplane_planner.actuators import Hand, refusals
 from readyplane_planner.decide import Decision, Memory, Plan, decide
 from readyplane_planner.decide.follow import Brain
 from readyplane_planner.explain import explanation
+from readyplane_planner.fitting import UNANSWERED
 from readyplane_planner.in_force import InForce
 from readyplane_planner.journal import (
     Inputs,
@@ -340,7 +341,16 @@ class PlannerService:
             self._resolve_error = f"artifact {reference}: {str(error) or type(error).__name__}"
             self._degraded = self._degraded or self._resolve_error
             return
-        self._digest, self._resolve_error, self._resolved_s = manifest.digest, "", now_s
+        self._resolved_s = now_s
+        if manifest.canary is None and self._digest != manifest.digest:
+            # Every start of it would be refused: what serves stays what is ordered.
+            self._resolve_error = f"artifact {reference}: {UNANSWERED}"
+            self._degraded = self._degraded or self._resolve_error
+            if self._digest:
+                return
+        else:
+            self._resolve_error = ""
+        self._digest = manifest.digest
         self._in_force.resolved()
 
     def _plan(self, *, leading: bool) -> Plan:

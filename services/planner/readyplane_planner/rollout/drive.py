@@ -125,7 +125,9 @@ def rest(
         by=state.by,
         begun_s=state.begun_s,
         since_s=state.since_s,
-        new=serving,
+        # After a roll-back those that serve are the old ones, beside the `to` that it tells of.
+        new=(0, 0) if _back(state) else serving,
+        old=serving if _back(state) else (0, 0),
     )
     return Turn(Step(now, now), state, now, told)
 
@@ -348,11 +350,19 @@ def _lines(state: Rollout, seen: Seen, finding: Finding | None) -> Iterator[str]
         yield "the budget has no room for a surge worker: policy.budget_gpus"
 
 
+def _back(state: Rollout) -> bool:
+    """Whether the goal is the generation before the one that was asked for."""
+    return bool(state.to.digest) and state.goal.digest != state.to.digest
+
+
 def _told(
     state: Rollout, finding: Finding | None, seen: Seen, left: Rollout, serves: Generation
 ) -> Told:
-    goal = state.goal.digest
-    new = seen.serving(goal).get(goal, [0, 0])
+    goal, back = state.goal.digest, _back(state)
+    # New and old are of the artifact that was asked for, also while it is gone back from.
+    asked = state.to.digest if back else goal
+    new = seen.serving(asked).get(asked, [0, 0])
+    attained = (None, None) if finding is None else (finding.new, finding.old)
     return Told(
         phase=state.phase,
         turned=(state.phase, state.to) != (left.phase, left.to),
@@ -364,9 +374,9 @@ def _told(
         begun_s=state.begun_s,
         since_s=state.since_s,
         new=(new[0], new[1]),
-        old=seen.others(goal) if goal else (0, 0),
+        old=seen.others(asked) if asked else (0, 0),
         leaving=seen.leaving(goal) if goal else 0,
-        attained_new=None if finding is None else finding.new,
-        attained_old=None if finding is None else finding.old,
+        attained_new=attained[1] if back else attained[0],
+        attained_old=attained[0] if back else attained[1],
         samples=0 if finding is None else finding.samples,
     )

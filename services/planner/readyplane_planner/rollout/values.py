@@ -247,9 +247,10 @@ class Told:
     """A roll-out as a decision tells of it; pairs are (prefill, decode) workers.
 
     Attributes:
-        turned: it entered this phase with this decision. serves: what new workers are of. new: serving long enough. old: of other
-            generations, leaving: those of them who drain. attained_*: shares of requests, None
-            when too few ended. samples: that ended on the new generation.
+        turned: it entered this phase with this decision. serves: what new workers are of.
+        new: of `to`, serving long enough, also while it is gone back from. old: of other
+            generations. leaving: of those who shall go, who drain. attained_*: shares of requests,
+            None when too few ended. samples: that ended on the new generation.
     """
 
     phase: Phase = Phase.IDLE
