@@ -360,6 +360,7 @@ def test_b134_a_name_that_comes_twice_is_said_to() -> None:
         (BytesMissing("bytes", ["not stored"]), "bytes"),
         (IdentityMismatch("manifest", ["digest: a != b"]), "identity"),
         (Refused("trust", ["not signed"]), "trust"),
+        (Refused("canary", ["sha256:… has no known answer"]), "canary_missing"),
         (Refused("start", ["canary: answered otherwise"]), ""),
         (Unavailable("the store is away", "wait"), ""),
         (OSError("disk full"), ""),

@@ -10,11 +10,15 @@ from readyplane.core.errors import BytesMissing, IdentityMismatch, Refused
 from readyplane_agent.no_source import BytesNowhere
 
 BYTES, IDENTITY, TRUST = "bytes", "identity", "trust"
+CANARY_MISSING = "canary_missing"
+CANARY = "canary"
+"""What a refusal is of whose artifact has no known answer."""
 
 
 def dead_end(error: BaseException) -> str:
     """`bytes`: wrong or missing at every source. `identity`: not what was ordered. `trust`: not
-    signed as the policy asks. Empty for everything else.
+    signed as the policy asks. `canary_missing`: no known answer, without which nobody is admitted.
+    Empty for everything else.
     """
     if isinstance(error, BytesNowhere | BytesMissing):
         return BYTES
@@ -22,4 +26,6 @@ def dead_end(error: BaseException) -> str:
         return IDENTITY
     if isinstance(error, Refused) and error.what == "trust":
         return TRUST
+    if isinstance(error, Refused) and error.what == CANARY:
+        return CANARY_MISSING
     return ""

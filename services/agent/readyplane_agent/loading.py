@@ -11,16 +11,17 @@ import json
 import logging
 from pathlib import Path
 
-from readyplane.core.errors import IdentityMismatch, InvalidField
-from readyplane.core.identity import Manifest
+from readyplane.core.errors import IdentityMismatch, InvalidField, Refused
+from readyplane.core.identity import CANARY_REMEDY, Manifest
 from readyplane.kit.clock import Clock
 from readyplane.ports import FetchPlan, Registry
 from readyplane_agent import probes
 from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
+from readyplane_agent.dead_end import CANARY
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.loader import Loader
-from readyplane_agent.mapped_memory import files_of
+from readyplane_agent.mapped_memory import MappedMemory, files_of
 from readyplane_agent.nixl_way import Transport
 from readyplane_agent.patience import Patient
 from readyplane_agent.pipeline import staging_share
@@ -67,9 +68,11 @@ class Loading:
 
         Raises:
             IdentityMismatch: the registry has something else under that digest, or of another model.
+            Refused: it has no known answer, so no worker of it is ever admitted; said before a byte
+            is loaded.
         """
         if not self._s.manifest:
-            return await self._patient(lambda: self.registry.resolve(self._s.model))
+            return _answered(await self._patient(lambda: self.registry.resolve(self._s.model)))
         found = await self._patient(lambda: self.registry.get_manifest(self._s.manifest))
         if found.digest != self._s.manifest:
             raise IdentityMismatch(
@@ -81,7 +84,7 @@ class Loading:
             raise IdentityMismatch(
                 "manifest", [f"model: {found.model} != {self._s.model}"], "order the right artifact"
             )
-        return found
+        return _answered(found)
 
     async def vouched(self, manifest: Manifest) -> str:
         """Who vouches for it. Raises Refused when nobody does who has to."""
@@ -160,6 +163,8 @@ class Loading:
     async def keep(self, arena: Arena) -> None:
         """Let the node's cache have the files, if it has not; beside the start."""
         cache = self._cache
+        if isinstance(arena.memory, MappedMemory):
+            return  # it is the cache's own
         if cache is None or cache.holds(arena.manifest):
             return
         try:
@@ -167,6 +172,12 @@ class Loading:
             log.info("weight cache: %.1f MB written", written / 1e6)
         except (OSError, IdentityMismatch) as error:
             log.warning("weight cache not written: %s", error)
+
+
+def _answered(manifest: Manifest) -> Manifest:
+    if manifest.canary is None:
+        raise Refused(CANARY, [f"{manifest.digest} has no known answer"], CANARY_REMEDY)
+    return manifest
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:
