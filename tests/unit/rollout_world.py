@@ -264,7 +264,7 @@ class Fleet:
         assert short.step == turn.step
         assert short.generation == turn.generation
         assert replace(short.state, ticked_s=None) == replace(turn.state, ticked_s=None)
-        told = replace(turn.told, new=short.told.new, old=(0, 0), leaving=0)
+        told = replace(turn.told, new=short.told.new, old=short.told.old, leaving=0)
         assert told == short.told
 
     def _check(self, step: rollout.Step, sides: tuple[Side, Side]) -> None:
