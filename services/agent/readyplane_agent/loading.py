@@ -165,8 +165,6 @@ class Loading:
         cache = self._cache
         if isinstance(arena.memory, MappedMemory):
             return  # it is the cache's own
-        if isinstance(arena.memory, MappedMemory):
-            return  # it is the cache's own
         if cache is None or cache.holds(arena.manifest):
             return
         try:
