@@ -100,7 +100,7 @@ def test_efficiency_is_bound_over_measured() -> None:
         use.done(10**6, n * 1e-3 if n < 10 else 9e-3 + (n - 9) * 1e-2)
     use.elapsed_s = 0.11
     assert use.bandwidth_bytes_per_s == pytest.approx(1e9)
-    assert "bound 0.020 s at the fastest measured 1.00 GB/s, efficiency 0.18" in use.text()
+    assert "bound 0.02 s at the fastest measured 1.00 GB/s, efficiency 0.18" in use.text()
 
 
 @settings(max_examples=12)

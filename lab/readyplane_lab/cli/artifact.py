@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from readyplane.core.errors import InvalidField, NotFound, Refused
-from readyplane.core.identity import CANARY_REMEDY
 from readyplane_lab.cli import artifact_progress, output
 from readyplane_lab.cli.artifact_canary import with_canary
 from readyplane_lab.cli.flags import Json, examples, switch
@@ -225,6 +224,8 @@ def _tell_published(published: Published, *, as_json: bool) -> None:
         "canary": manifest.canary is not None,
     }
     if manifest.canary is None:
+        from readyplane.core.identity import CANARY_REMEDY
+
         output.console(stderr=True).print(
             "[yellow]warning[/yellow]: it has no known answer: no worker of it is ever admitted, and "
             f"`rollout --to` refuses it; {CANARY_REMEDY}",
