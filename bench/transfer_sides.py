@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import math
 import os
@@ -221,12 +220,9 @@ async def puller(options: argparse.Namespace, manifest: Manifest) -> None:
     """Load again and again between `on` and `off`.
 
     It stands for another machine: receiving and hashing take only the processor time that nobody
-    here wants.
+    here wants, which the scheduler keeps to within a session, and all of this bench are one.
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    os.setsid()  # where sessions share the processors, being idle counts within one only
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19")
     say(ready=True)
     while await read_line() == "on":
         off = asyncio.create_task(read_line())

@@ -55,7 +55,12 @@ async def test_a_worker_serves_at_once_and_gets_its_graphs_beside_its_requests(
         assert not seat.times.name.endswith("-eager") and stage.digest != began.digest
         # The KV that is left is the same number everywhere: engine, profile, seat.
         assert load.kv_total_blocks == done.serving.kv_total_blocks == seat.kv_total_blocks
-        assert stage.kv_tokens == seat.kv_total_blocks * seat.block_size < began.kv_tokens
+        assert stage.kv_tokens == seat.kv_total_blocks * seat.block_size
+        # What the graphs take is promised away before they are captured: that may be what was seen.
+        if began.state is UpgradeState.FIRST:
+            assert stage.kv_tokens < began.kv_tokens
+        else:
+            assert began.state is UpgradeState.CAPTURING and stage.kv_tokens <= began.kv_tokens
         assert stage.graph_bytes is not None and stage.graph_bytes > 0
         (check,) = [check for check in done.checks if check.name == gc.GRAPH_STAGE]
         assert check.passed and len(check.evidence["answers"]) >= 2

@@ -209,7 +209,7 @@ def test_metrics_are_read_by_name_and_info_label() -> None:
     assert found["vllm:cache_config_info.num_gpu_blocks"] == 400
     assert found["vllm:num_requests_running"] == 3
     assert "vllm:odd" not in found and "broken" not in found
-    summed = read_metrics(b'a_total{x="1"} 2\na_total{x="2"} 3\n')
+    summed = read_metrics(b'a_total{x="1"} 2\na_total{x="2"} 3\nb_bucket{le="1"} 4\nb_count 5\n')
     assert summed["a_total"] == 5
 
 

@@ -193,13 +193,15 @@ def labels_of(text: bytes, name: str) -> dict[str, str]:
 def read_metrics(text: bytes) -> dict[str, float]:
     """Samples of Prometheus text, summed over labels; labels of `…_info` become `name.label`.
 
+    Buckets of histograms are left out: they are most of a page, which is read while others serve.
+
     States of sleep are told apart: `vllm:engine_sleep_state.awake`.
 
     A number in an info label becomes its value (`vllm:cache_config_info.num_gpu_blocks`).
     """
     found: dict[str, float] = {}
     for line in text.decode("utf-8", "replace").splitlines():
-        if not line or line.startswith("#"):
+        if not line or line.startswith("#") or "_bucket{" in line:
             continue
         name, labels, value = sample_of(line)
         if value is None:
