@@ -12,11 +12,10 @@ import asyncio
 import bisect
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from readyplane.core.errors import InvalidField
-from readyplane.core.identity import Manifest, chunk_hash
+from readyplane.core.identity import Manifest
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.kit.clock import Clock
 from readyplane_agent.arena import Arena, places_of
@@ -24,6 +23,7 @@ from readyplane_agent.arena_memory import HUGE_BYTES, ArenaMemory, Faulted
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.engines.mapping import ArenaMap, FilePart
 from readyplane_agent.files import CACHED_LANES
+from readyplane_agent.in_place import verify_in_place
 from readyplane_agent.source_use import SourceUse
 from readyplane_agent.trace import StartTrace
 
@@ -149,33 +149,6 @@ def open_mapped(manifest: Manifest, cache: WeightCache) -> Arena | str:
     return Arena(manifest, memory, align_bytes=HUGE_BYTES)
 
 
-def verify_in_place(arena: Arena, cache: WeightCache, use: SourceUse, clock: Clock) -> list[str]:
-    """Hash every chunk where it lies; returns the paths of files that are not what they should be.
-
-    Those are taken out of the cache. Blocking, by as many threads as it takes.
-    """
-    wrong: set[str] = set()
-
-    def check(chunk: tuple[str, int]) -> None:
-        path, index = chunk
-        entry = arena.entry(path)
-        assert entry is not None
-        start, size = arena.span(path, index)
-        if chunk_hash(arena.view(path)[start : start + size]) == entry.chunks[index]:
-            arena.mark(path, index)
-            use.done(size, clock.monotonic_s())
-        else:
-            wrong.add(path)
-
-    with ThreadPoolExecutor(CACHED_LANES, thread_name_prefix="mapped") as threads:
-        list(threads.map(check, arena.missing()))
-    for path in wrong:
-        entry = arena.entry(path)
-        assert entry is not None
-        cache.discard(entry)
-    return sorted(wrong)
-
-
 async def mapped_arena(
     manifest: Manifest, cache: WeightCache, *, node: str, clock: Clock, trace: StartTrace
 ) -> Arena | str:
@@ -194,12 +167,17 @@ async def mapped_arena(
         use = SourceUse(f"mapped:{node}", WeightTier.L1_HOST, way="mapped, nothing copied")
         begun_s = clock.monotonic_s()
         try:
-            wrong = await asyncio.to_thread(verify_in_place, found, cache, use, clock)
+            wrong = await asyncio.to_thread(
+                verify_in_place, found, use, clock, threads_max=CACHED_LANES
+            )
         except BaseException:
             found.close()
             raise
         use.elapsed_s = clock.monotonic_s() - begun_s
         if wrong:
+            for entry in manifest.files:
+                if entry.path in wrong:
+                    cache.discard(entry)
             found.close()
             why = f"{wrong[0]} is not what the manifest says: taken out of the cache"
             span.detail = f"not mapped: {why}"

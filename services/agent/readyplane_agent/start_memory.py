@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
-from readyplane.core.identity import Manifest, chunk_hash
+from readyplane.core.identity import Manifest
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.kit.clock import Clock
 from readyplane_agent.arena import Arena, arena_bytes, prefault
 from readyplane_agent.cache import WeightCache
+from readyplane_agent.in_place import verify_in_place
 from readyplane_agent.mapped_memory import MappedMemory, mapped_arena
 from readyplane_agent.pool import ArenaPool, PooledMemory
 from readyplane_agent.settings import AgentSettings
@@ -79,23 +79,8 @@ async def take_held(
     use = SourceUse(f"pool:{node}", WeightTier.L1_HOST)
     start_s = clock.monotonic_s()
 
-    def check(chunk: tuple[str, int]) -> None:
-        path, index = chunk
-        entry = arena.entry(path)
-        assert entry is not None
-        with arena.window(path, index) as window:
-            right = chunk_hash(window) == entry.chunks[index]
-            size = len(window)
-        if right:
-            arena.mark(path, index)
-            use.done(size, clock.monotonic_s())
-
-    def check_all() -> None:
-        with ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="held") as threads:
-            list(threads.map(check, arena.missing()))
-
     with trace.span(SegmentName.WEIGHT_READ) as span:
-        await asyncio.to_thread(check_all)
+        await asyncio.to_thread(verify_in_place, arena, use, clock, threads_max=CHECK_THREADS)
         use.elapsed_s = clock.monotonic_s() - start_s
         wrong = len(arena.missing())
         span.detail = use.text() + (f", {wrong} chunks are not what they were" if wrong else "")

@@ -246,21 +246,14 @@ class Legs:
         Raises:
             LegFailed, ClientFault.
         """
-        try:
-            exchange = await self._engines.open(
-                end.engine_url,
-                bodies.ask.kind.path,
-                bodies.prefill(),
-                headers=self._headers(request_id),
-                within_s=within_s,
-                doing="prefill",
-            )
-            with exchange, self._tracked(end, exchange):
-                status = await exchange.head()
-                answer = await exchange.whole(ANSWER_BYTES_MAX)
-        except EngineTrouble as error:
-            raise _failed("prefill", end, error) from error
-        _check(status, answer, "prefill", end)
+        answer = await self._prefilled(
+            end,
+            bodies.prefill(),
+            bodies.ask.kind.path,
+            request_id=request_id,
+            within_s=within_s,
+            doing="prefill",
+        )
         try:
             read = _prefilled.decode(answer)
         except msgspec.MsgspecError as error:
@@ -272,6 +265,27 @@ class Legs:
         cached = read.usage.cached_tokens if read.usage else None
         return Handover(b"" if params == b"null" else params, cached)
 
+    async def _prefilled(
+        self, end: End, body: bytes, path: str, *, request_id: str, within_s: float, doing: str
+    ) -> bytes:
+        """The whole, good answer of a prefill leg. Raises LegFailed, ClientFault."""
+        try:
+            exchange = await self._engines.open(
+                end.engine_url,
+                path,
+                body,
+                headers=self._headers(request_id),
+                within_s=within_s,
+                doing=doing,
+            )
+            with exchange, self._tracked(end, exchange):
+                status = await exchange.head()
+                answer = await exchange.whole(ANSWER_BYTES_MAX)
+        except EngineTrouble as error:
+            raise _failed("prefill", end, error) from error
+        _check(status, answer, "prefill", end)
+        return answer
+
     async def prefill_beside(
         self, end: End, body: bytes, path: str, *, request_id: str, within_s: float
     ) -> int | None:
@@ -280,21 +294,14 @@ class Legs:
         Raises:
             LegFailed, ClientFault.
         """
-        try:
-            exchange = await self._engines.open(
-                end.engine_url,
-                path,
-                body,
-                headers=self._headers(request_id),
-                within_s=within_s,
-                doing="prefill beside a decode leg",
-            )
-            with exchange, self._tracked(end, exchange):
-                status = await exchange.head()
-                answer = await exchange.whole(ANSWER_BYTES_MAX)
-        except EngineTrouble as error:
-            raise _failed("prefill", end, error) from error
-        _check(status, answer, "prefill", end)
+        answer = await self._prefilled(
+            end,
+            body,
+            path,
+            request_id=request_id,
+            within_s=within_s,
+            doing="prefill beside a decode leg",
+        )
         if not answer.startswith(b"data:"):
             usage = _usage_of(answer)
             return usage.cached_tokens if usage else None
