@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from readyplane.core.errors import Unavailable
+from readyplane_agent.engines.layout import HUGE_BYTES
 
-HUGE_BYTES = 2 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in without changing them
 _MADV_COLLAPSE = 25  # Linux 6.1
 _NO_MEMORY = 12

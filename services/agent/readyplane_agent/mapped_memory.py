@@ -19,8 +19,9 @@ from readyplane.core.identity import Manifest
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.kit.clock import Clock
 from readyplane_agent.arena import Arena, places_of
-from readyplane_agent.arena_memory import HUGE_BYTES, ArenaMemory, Faulted
+from readyplane_agent.arena_memory import ArenaMemory, Faulted
 from readyplane_agent.cache import WeightCache
+from readyplane_agent.engines.layout import HUGE_BYTES
 from readyplane_agent.engines.mapping import ArenaMap, FilePart
 from readyplane_agent.files import CACHED_LANES
 from readyplane_agent.in_place import verify_in_place

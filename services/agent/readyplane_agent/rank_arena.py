@@ -20,8 +20,9 @@ import numpy as np
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import DTYPE_BYTES, Manifest
 from readyplane_agent.arena import Arena
-from readyplane_agent.arena_memory import HUGE_BYTES, ArenaMemory
+from readyplane_agent.arena_memory import ArenaMemory
 from readyplane_agent.dtypes import CASTS, STORED, Bits
+from readyplane_agent.engines.layout import HUGE_BYTES
 from readyplane_agent.rank_plan import Placement, RankPlan
 
 CAST_BYTES = 2**20

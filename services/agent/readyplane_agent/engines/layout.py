@@ -16,6 +16,8 @@ from readyplane.core.identity import Manifest, digest_of
 
 TENSOR_TABLE_SCHEMA = "readyplane/tensor-table/1"
 ARENA_ALIGN_BYTES = 4096
+HUGE_BYTES = 2 * 2**20
+"""A huge page: what maps as one is a multiple of it, in memory and in its file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from readyplane.core.errors import InvalidField
+from readyplane_agent.engines.layout import HUGE_BYTES
 
 _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -35,7 +36,6 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 SAMPLE_BYTES = 2**20
 SAMPLES_MIN = 16
-HUGE_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
