@@ -39,6 +39,14 @@ async def connected(
         await server.wait_closed()
 
 
+async def beside() -> tuple[socket.socket, asyncio.StreamWriter]:
+    """A reader that a test reads from by itself, and what is written to for it."""
+    reader, other = socket.socketpair()
+    other.setblocking(False)
+    _, writer = await asyncio.open_connection(sock=other)
+    return reader, writer
+
+
 def taken(client: socket.socket, size: int) -> bytes:
     """So many bytes, or fewer at the end of the connection."""
     found = bytearray()
@@ -113,9 +121,7 @@ def test_a_reader_that_does_not_take_its_bytes_holds_nothing_for_ever(end: str) 
             }
             assert isinstance(error, wanted[end])
             # The only thread is free again: somebody else is served by it.
-            pair = socket.socketpair()
-            pair[1].setblocking(False)
-            _, writer = await asyncio.open_connection(sock=pair[1])
+            reader, writer = await beside()
             with tempfile.TemporaryFile() as file:
                 file.write(b"abc")
                 file.flush()
@@ -123,9 +129,9 @@ def test_a_reader_that_does_not_take_its_bytes_holds_nothing_for_ever(end: str) 
                     await sending.send(
                         writer, file.fileno(), 0, 3, head=b"", limit_s=5.0, yielding=False
                     )
-            assert pair[0].recv(3) == b"abc"
+            assert reader.recv(3) == b"abc"
             writer.close()
-            pair[0].close()
+            reader.close()
         sending.close()
 
     run(work)
@@ -134,9 +140,7 @@ def test_a_reader_that_does_not_take_its_bytes_holds_nothing_for_ever(end: str) 
 def test_an_arena_that_ends_early_is_an_error_and_no_endless_turn() -> None:
     async def work() -> None:
         sending = Sending(SystemClock(), threads_max=1)
-        pair = socket.socketpair()
-        pair[1].setblocking(False)
-        _, writer = await asyncio.open_connection(sock=pair[1])
+        reader, writer = await beside()
         with tempfile.TemporaryFile() as file:
             file.write(b"abc")
             file.flush()
@@ -145,7 +149,7 @@ def test_an_arena_that_ends_early_is_an_error_and_no_endless_turn() -> None:
                     writer, file.fileno(), 0, 10, head=b"", limit_s=5.0, yielding=False
                 )
         writer.close()
-        pair[0].close()
+        reader.close()
         sending.close()
 
     run(work)
@@ -154,9 +158,7 @@ def test_an_arena_that_ends_early_is_an_error_and_no_endless_turn() -> None:
 def test_while_the_worker_serves_its_threads_take_what_nobody_else_wants() -> None:
     async def work() -> None:
         sending = Sending(SystemClock(), threads_max=1)
-        pair = socket.socketpair()
-        pair[1].setblocking(False)
-        _, writer = await asyncio.open_connection(sock=pair[1])
+        reader, writer = await beside()
         seen: list[int] = []
 
         def policy() -> None:
@@ -172,7 +174,7 @@ def test_while_the_worker_serves_its_threads_take_what_nobody_else_wants() -> No
                 await asyncio.get_running_loop().run_in_executor(sending.threads, policy)
         assert seen == [os.SCHED_IDLE, os.SCHED_OTHER]
         writer.close()
-        pair[0].close()
+        reader.close()
         sending.close()
 
     run(work)
