@@ -47,6 +47,7 @@ from readyplane_agent.engines.vllm_marks import (
     segments_of,
     write_mark,
 )
+from readyplane_agent.engines.vllm_nixl import WAKE_ENV, wake_us
 
 POLL_S = 0.05
 UNMARKED_POLL_S = 1.0
@@ -135,8 +136,9 @@ class VllmEngine(AttachedEngine):
         await self._child.tell(json.dumps(order).encode() + b"\n")
 
     async def _spawn(self, spec: EngineSpec) -> None:
-        program = find_program(self._program, {**os.environ, **spec.environment})
-        self._device = device_of({**os.environ, **spec.environment})
+        environ = {**os.environ, **spec.environment}
+        program = find_program(self._program, environ)
+        self._device = device_of(environ)
         spec.work_dir.mkdir(parents=True, exist_ok=True)
         self._marks = spec.work_dir / MARKS_FILE
         self._marks.unlink(missing_ok=True)
@@ -148,6 +150,7 @@ class VllmEngine(AttachedEngine):
             environment={
                 **process_environment(spec, device=self._device),
                 MARKS_ENV: str(self._marks),
+                WAKE_ENV: str(wake_us(environ, device=self._device)),
             },
             folder=spec.work_dir,
             told=True,

@@ -51,7 +51,7 @@ def hook() -> None:
     if not os.environ.get(MARKS_ENV) or "hooked" in _DONE:
         return
     _DONE.add("hooked")
-    process = _process()
+    process = process_kind()
     if not process:
         return
     if process in {"engine", "worker"}:
@@ -66,7 +66,7 @@ def hook() -> None:
         _around(wrapper.WorkerWrapperBase, "init_device", "device", "", then=_look_at_worker)
 
 
-def _process() -> str:
+def process_kind() -> str:
     """Which of vLLM's processes this is, by the name that it gave it; empty for a helper's."""
     name = multiprocessing.current_process().name
     if name.startswith("EngineCore"):

@@ -10,6 +10,7 @@ must belong to the manifest that was ordered. Whatever is not as ordered ends th
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from readyplane.core.errors import IdentityMismatch, InvalidField, Unavailable, 
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.adopt import AdoptedArena, adopt
 from readyplane_agent.engines.vllm_compiled import repair
-from readyplane_agent.engines.vllm_hooks import hook, mark
+from readyplane_agent.engines.vllm_hooks import hook, mark, process_kind
 from readyplane_agent.engines.vllm_kept import fork_kept_processes
+from readyplane_agent.engines.vllm_nixl import let_sleep, wake_us
 
 if TYPE_CHECKING:
     from torch import nn
@@ -139,6 +141,8 @@ def register() -> None:
     register_model_loader(LOAD_FORMAT)(loader_class(DefaultModelLoader))
     repair()
     hook()
+    if process_kind() in {"engine", "worker"}:
+        let_sleep(wake_us(os.environ))
     fork_kept_processes()
 
 
