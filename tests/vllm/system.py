@@ -136,6 +136,14 @@ class System:
                 return process.children(recursive=True)
         return []
 
+    def kill_engine(self, worker_id: str) -> None:
+        """SIGKILL for every process of a worker's vLLM."""
+        for process in self.engine_processes(worker_id):
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except (ProcessLookupError, psutil.Error):
+                continue
+
     def _own(self, process: psutil.Process) -> bool:
         return any(p.pid == self.process.pid for p in process.parents())
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,11 +174,7 @@ async def test_a_prefill_worker_that_is_killed_during_hand_overs_loses_nobody_si
     while await client.metric(p["engine_url"], "vllm:num_requests_running") < 1:
         assert not all(one.done() for one in asked), [one.result()[:2] for one in asked]
         await asyncio.sleep(0.02)
-    for process in system.engine_processes(p["worker_id"]):
-        try:
-            os.kill(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, psutil.Error):
-            continue
+    system.kill_engine(p["worker_id"])
     outcomes = []
     for status, doc, _ in await asyncio.gather(*asked):
         if status == 200:
