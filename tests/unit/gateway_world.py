@@ -157,6 +157,9 @@ class _MemoryTransport(asyncio.Transport):
         if seen.path == "/abort_requests":
             self._abort(body["request_ids"])
             return
+        if seen.path == "/health":
+            self._json(405, {"error": "ask with GET"})
+            return
         if seen.path == "/abort_request":
             engine.cut_off.append(body["rid"])
             self._raw(200, b"")

@@ -96,6 +96,38 @@ def test_b60_a_reader_that_loses_its_source_goes_to_another_prefill_worker(says:
     gw.play(story, workers=workers)
 
 
+@pytest.mark.parametrize("gone", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_b60_a_reader_that_says_nothing_is_to_blame_unless_its_source_is_gone(
+    stream: bool, gone: bool
+) -> None:
+    """vLLM says `Internal server error` when KV did not come. Its source does not answer any more."""
+
+    async def story(world: gw.World) -> None:
+        decode = world.engine("d1")
+        decode.plans.append(gw.Plan(how="500", after_s=0.5))
+        decode.fails_with = "Internal server error"
+        asked = asyncio.create_task(world.ask(stream=stream))
+        await asyncio.sleep(0.3)  # the prefill leg is over
+        if gone:
+            source = world.engines.pop(world.engine("p1").url)
+            world.held.clear()  # its KV goes with it
+            for transport in world.http.transports:
+                if transport._engine is source:
+                    transport.drop()
+        got = await asked
+        if not gone:  # there is no other reader
+            assert got.status == 502
+            assert "decode leg on worker d1" in got.error["message"]
+            return
+        assert got.status == 200
+        assert got.headers["x-readyplane-decode"] == "d1"
+        assert got.headers["x-readyplane-prefill"] == "p2"
+
+    workers = [w for w in gw.FLEET if w.worker_id != "d2"]
+    gw.play(story, workers=workers)
+
+
 # --------------------------------------------------------------------------- B61: long decodes
 
 

@@ -29,6 +29,9 @@ _LOST_SOURCE = re.compile(r"kv ?(load|transfer)|failed to load kv|nixl|bootstrap
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 ERROR_BYTES_MAX = 256 * 1024
 CLIENT_FAULTS = frozenset({400, 413, 422})
+# Of a decode engine that says no more than that it has failed: vLLM 0.32 does when KV did not come.
+UNSAID = frozenset({"http_500", "engine_error"})
+GONE = frozenset({Trouble.CONNECT, Trouble.BROKEN})
 BUSY = frozenset({408, 429, 503})
 # So that tokens are counted exactly whatever an engine puts into one chunk.
 COUNTED: Mapping[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
@@ -383,6 +386,18 @@ class Legs:
             why = f"its answer cannot be read ({error})"
             raise LegFailed("decode", end, "unreadable", why) from error
         return MovedOut(bytes(read.continuation), bytes(read.kv_transfer_params), output)
+
+    async def lost(self, failed: LegFailed, source: End) -> bool:
+        """Whether a decode leg failed for want of its KV: its engine says so, or says nothing and the
+        source is not there any more.
+        """
+        if failed.lost_source or failed.leg != "decode" or failed.trouble not in UNSAID:
+            return failed.lost_source
+        try:
+            await self._told(source, "/health", b"{}", "whether a source is still there")
+        except EngineTrouble as error:
+            return error.trouble in GONE
+        return False
 
     async def abandon(self, end: End, *, params: bytes = b"", request_id: str = "") -> Abandoned:
         """Tell a prefill engine that nobody will read the KV it holds.

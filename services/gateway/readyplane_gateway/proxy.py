@@ -384,7 +384,7 @@ class Proxy:
             outcome = "ok" if failure is None else "failed"
             return failure
         except LegFailed as failed:
-            if handover.params and failed.lost_source and not call.begun:
+            if handover.params and not call.begun and await self._legs.lost(failed, pair.prefill):
                 failed.leg, failed.end = "handover", pair.prefill
             raise
         except ClientFault:
