@@ -26,6 +26,7 @@ M = TypeVar("M")
 CALL_TIMEOUT_S = 5.0
 RECONNECT_FIRST_S = 0.1
 RECONNECT_MAX_S = 2.0
+CONNECT_S_MAX = 2.0
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -36,7 +37,9 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     # A service that was restarted is found again within seconds, not minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name: how long one try to connect may take, until the service's first frame. A
+    # busy one takes over a tenth of a second for it, which is no reason to call it unreachable.
+    ("grpc.min_reconnect_backoff_ms", int(CONNECT_S_MAX * 1000)),
     ("grpc.max_reconnect_backoff_ms", int(RECONNECT_MAX_S * 1000)),
     # The services of one system are never behind a forward proxy of the environment.
     ("grpc.enable_http_proxy", 0),

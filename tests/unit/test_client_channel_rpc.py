@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -64,6 +66,27 @@ async def test_numbers_of_a_name_that_are_away_are_passed_over(free_port: int) -
     async with servers(1) as (port,):
         numbers = f"ipv4:127.0.0.1:{free_port},127.0.0.1:{port}"
         assert {await answered(numbers, "routers:7001") for _ in range(10)} == {b"0"}
+
+
+async def test_a_service_that_is_slow_to_greet_is_not_called_unreachable() -> None:
+    """A busy process accepts at once, by its kernel, and says its first word later."""
+    slow_s = 0.5
+
+    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError), contextlib.closing(sink):
+            while data := await source.read(65536):
+                sink.write(data)
+
+    async with servers(1) as (port,):
+
+        async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(slow_s)
+            there, back = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(copy(reader, back), copy(there, writer))
+
+        async with await asyncio.start_server(late, "127.0.0.1", 0) as front:
+            address = f"127.0.0.1:{front.sockets[0].getsockname()[1]}"
+            assert await answered(address, address) == b"0"
 
 
 @pytest.mark.parametrize(
