@@ -52,7 +52,8 @@ class _Session:
     """One worker's stream: messages are written in turn; answers are read whenever they come.
 
     A read that starts with a message finds nothing yet, whatever lies there: so one reader waits all
-    the time, and what it has is what there is. Of several answers the newest counts.
+    the time, and what it has is what there is. Of several answers the newest counts. What the router
+    says unasked goes to `told`, or lies there like an answer where nobody listens.
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
@@ -60,6 +61,7 @@ class _Session:
         self.stream: Any = None
         self.number = 0
         self.answer: RenewalAnswer | None = None
+        self.told: Callable[[RenewalAnswer], None] | None = None
         self._now_s = now_s
         self._asked_s: dict[int, float] = {}
         self._newest: pb.SessionResponse | None = None
@@ -82,7 +84,11 @@ class _Session:
     async def _read(self, stream: Any, came: asyncio.Event) -> None:
         try:
             while (message := await stream.read()) is not grpc.aio.EOF:
-                if stream is self.stream:
+                if stream is not self.stream:
+                    continue
+                if message.unasked and self.told is not None:
+                    self.told(wire.renewal_answer_from_proto(message))
+                else:
                     self._newest = message
                     came.set()
         finally:
@@ -214,6 +220,11 @@ class RouterClient(ServiceClient):
         except (LostLease, StaleEpoch):
             self._sessions.pop(key, None)
             raise
+
+    def hear(self, worker_id: str, incarnation: str, told: Callable[[RenewalAnswer], None]) -> None:
+        """Give `told` what the router says unasked, for as long as this incarnation has its lease."""
+        key = (worker_id, incarnation)
+        self._sessions.setdefault(key, _Session(self._clock.monotonic_s)).told = told
 
     async def _exchange(self, session: _Session, renewal: Renewal) -> RenewalAnswer:
         try:

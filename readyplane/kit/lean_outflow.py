@@ -46,16 +46,21 @@ class Message(Protocol):
         """Its bytes."""
 
 
+Call = Callable[[Any], Awaitable[Message | None]]
+Say = Callable[[Message], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A unary method: bytes to a request, and the request to its answer.
+    """A unary method (`call`: a request to its answer), or a conversation (`talk`).
 
-    `conversation`: a stream of requests, each answered in its turn, or not where `call` says None.
+    `talk`: made for each stream of requests, from what sends a message down it unasked; each request
+    is answered in its turn, or not where what was made says None.
     """
 
     parse: Callable[[bytes], Any]
-    call: Callable[[Any], Awaitable[Message | None]]
-    conversation: bool = False
+    call: Call | None = None
+    talk: Callable[[Say], Call] | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +76,7 @@ class Stream:
     unsent: bytes = b""
     trailers: bytes = b""
     inbox: deque[bytes] = field(default_factory=deque)
+    call: Call | None = None
     greeted: bool = False
     over: bool = False
     received: int = 0
@@ -78,7 +84,7 @@ class Stream:
     @property
     def talks(self) -> bool:
         """Whether it is a conversation."""
-        return self.refusal is None and self.method is not None and self.method.conversation
+        return self.refusal is None and self.method is not None and self.method.talk is not None
 
 
 class Outflow:

@@ -3,8 +3,8 @@
 `grpc.aio` takes a call through threads, queues and a task of its own before a line of ours runs, some
 two hundred microseconds of CPU; where the call itself costs as much, that is half of all. Here bytes
 become frames, frames a message and the message a task, all in the thread that answers. Every gRPC
-client can call it: what differs is that there are no streams but such where each message up has at
-most one down (a `conversation`), no compression, no reflection.
+client can call it: what differs is that there are no streams but such where a message up has an
+answer or none (`Method.talk`), beside what is said unasked, no compression, no reflection.
 
 Owns connections, their calls and their bounds. Methods are given as callables over messages; core
 errors become a status as on the other port. What goes to a client waits in `lean_outflow`, frames are
@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import secrets
 import socket
 from collections.abc import Mapping
+from functools import partial
 from typing import cast
 from urllib.parse import quote
 
@@ -337,6 +339,7 @@ class _Connection(asyncio.Protocol):
         """One call; when it is cancelled nobody waits for an answer."""
         method = stream.method
         assert method is not None
+        assert method.call is not None
         parts, stream.parts = stream.parts, []
         try:
             answer = await method.call(read(method.parse, body_of(parts)))
@@ -386,10 +389,13 @@ class _Connection(asyncio.Protocol):
         """Answer what has come, in its order, and end what was ended."""
         method = stream.method
         assert method is not None
+        assert method.talk is not None
+        if stream.call is None:
+            stream.call = method.talk(partial(self._say, number, stream))
         try:
             while stream.inbox:
                 body = stream.inbox.popleft()
-                answer = await method.call(read(method.parse, body_of([body])))
+                answer = await stream.call(read(method.parse, body_of([body])))
                 stream.size -= len(body)
                 self._hold(-len(body))
                 if answer is not None:
@@ -405,6 +411,11 @@ class _Connection(asyncio.Protocol):
             self._fail_by(number, error)
         finally:
             stream.task = None
+
+    def _say(self, number: int, stream: Stream, message: Message) -> None:
+        """Something that was not asked for: lost where the client has gone, or does not read."""
+        with contextlib.suppress(Unavailable):
+            self._out.say(number, stream, message.SerializeToString())
 
     # ------------------------------------------------------------------ answers
 

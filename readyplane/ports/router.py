@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -232,6 +232,14 @@ class Router(Protocol):
         """Renew. Raises LostLease or StaleEpoch."""
         ...
 
+    def hear(self, worker_id: str, incarnation: str, told: Callable[[RenewalAnswer], None]) -> None:
+        """Call `told` as soon as this incarnation has to do something else than before.
+
+        From its next renewal on, until it registers anew; a later `told` takes the place of an
+        earlier one. Nothing is promised: what is not told so comes with the next renewal.
+        """
+        ...
+
     async def report_rank(self, report: RankReport) -> GroupStatus:
         """One rank's step towards the group barrier."""
         ...
@@ -278,7 +286,7 @@ class Router(Protocol):
         scale_decision_id: str = "",
         leader_epoch: int = 0,
     ) -> Worker:
-        """A standby is to serve, with its next renewal; told for `deadline_s` (0: the router's).
+        """A standby is to serve; told at once and with renewals, for `deadline_s` (0: the router's).
 
         Idempotent; for who serves it changes nothing. Raises as a drain, and Refused.
         """

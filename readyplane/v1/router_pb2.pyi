@@ -172,8 +172,13 @@ class SessionResponse(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     DIRECTIVES_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
+    UNASKED_FIELD_NUMBER: builtins.int
     number: builtins.int
     """Of the request that is answered."""
+    unasked: builtins.bool
+    """No answer: what the worker is to do has changed, and it is told at once. A word that is lost so
+    comes with the next answer.
+    """
     @property
     def lease(self) -> readyplane.v1.worker_pb2.Lease: ...
     @property
@@ -186,9 +191,10 @@ class SessionResponse(google.protobuf.message.Message):
         lease: readyplane.v1.worker_pb2.Lease | None = ...,
         directives: collections.abc.Iterable[Global___Directive] | None = ...,
         number: builtins.int = ...,
+        unasked: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["directives", b"directives", "lease", b"lease", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["directives", b"directives", "lease", b"lease", "number", b"number", "unasked", b"unasked"]) -> None: ...
 
 Global___SessionResponse: typing_extensions.TypeAlias = SessionResponse
 

@@ -136,7 +136,8 @@ class RouterServicer(object):
 
     def Session(self, request_iterator, context):
         """Renews the lease; carries progress, load and KV events up and directives down. One stream per
-        worker; messages are handled in order. A lost message is repaired by the next renewal. ABORTED
+        worker; messages are handled in order. What a worker is to do now is told at once, unasked, and
+        with answers until it is done. A lost message is repaired by the next renewal. ABORTED
         with reason LostLease or StaleEpoch ends the stream: register again or stop.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -451,7 +451,8 @@ class RouterStub(typing.Generic[_RouterRegisterType, _RouterSessionType, _Router
 
     Session: _RouterSessionType
     """Renews the lease; carries progress, load and KV events up and directives down. One stream per
-    worker; messages are handled in order. A lost message is repaired by the next renewal. ABORTED
+    worker; messages are handled in order. What a worker is to do now is told at once, unasked, and
+    with answers until it is done. A lost message is repaired by the next renewal. ABORTED
     with reason LostLease or StaleEpoch ends the stream: register again or stop.
     """
 
@@ -623,7 +624,8 @@ class RouterServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[readyplane.v1.router_pb2.SessionResponse], collections.abc.AsyncIterator[readyplane.v1.router_pb2.SessionResponse]]:
         """Renews the lease; carries progress, load and KV events up and directives down. One stream per
-        worker; messages are handled in order. A lost message is repaired by the next renewal. ABORTED
+        worker; messages are handled in order. What a worker is to do now is told at once, unasked, and
+        with answers until it is done. A lost message is repaired by the next renewal. ABORTED
         with reason LostLease or StaleEpoch ends the stream: register again or stop.
         """
 

@@ -139,12 +139,15 @@ def directive_from_proto(message: pb.Directive) -> Directive:
     return Directive(message.kind, left, message.reason, role)
 
 
-def renewal_answer_to_proto(answer: RenewalAnswer, *, number: int = 0) -> pb.SessionResponse:
-    """Answer as one message down the session, to the request of that number."""
+def renewal_answer_to_proto(
+    answer: RenewalAnswer, *, number: int = 0, unasked: bool = False
+) -> pb.SessionResponse:
+    """Answer as one message down the session, to the request of that number or to none."""
     return pb.SessionResponse(
         lease=lease_to_proto(answer.lease),
         directives=[directive_to_proto(d) for d in answer.directives],
         number=number,
+        unasked=unasked,
     )
 
 

@@ -1,8 +1,9 @@
 """A conversation on the lean gRPC server, as gRPC's own client has it: a router's sessions."""
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,6 +26,11 @@ class World:
     def __init__(self) -> None:
         self.seen: list[int] = []
         self.server: LeanServer
+        self.ways_down: list[Callable[[pb.SessionResponse], None]] = []
+
+    def begin(self, say: Callable[[pb.SessionResponse], None]) -> Any:
+        self.ways_down.append(say)
+        return self.renewed
 
     async def renewed(self, request: pb.SessionRequest) -> pb.SessionResponse | None:
         self.seen.append(request.number)
@@ -45,7 +51,7 @@ class World:
 @asynccontextmanager
 async def talking(token: str = "", given: str = "") -> AsyncIterator[tuple[World, Any]]:
     world = World()
-    method = Method(pb.SessionRequest.FromString, world.renewed, conversation=True)
+    method = Method(pb.SessionRequest.FromString, talk=world.begin)
     world.server = LeanServer({TALK: method}, TokenCheck(token))
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setblocking(False)
@@ -76,6 +82,25 @@ async def test_each_message_is_answered_in_its_turn_or_not() -> None:
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF
         assert await stream.code() is grpc.StatusCode.OK
+
+
+async def test_something_is_said_unasked_and_lost_once_nobody_listens() -> None:
+    async with talking() as (world, stream):
+        await stream.write(pb.SessionRequest(number=1))
+        assert (await stream.read()).number == 1
+        (say,) = world.ways_down
+        say(pb.SessionResponse(unasked=True))
+        assert (await stream.read()).unasked
+        await stream.write(pb.SessionRequest(number=2, quiet=True))
+        say(pb.SessionResponse(unasked=True, number=9))
+        assert (await stream.read()).number == 9
+        stream.cancel()
+        (connection,) = world.server.connections
+        async with asyncio.timeout(5.0):
+            while connection._streams:
+                await asyncio.sleep(0.01)
+        say(pb.SessionResponse(unasked=True))
+        assert len(world.ways_down) == 1
 
 
 async def test_more_is_said_than_the_windows_hold() -> None:
@@ -111,8 +136,9 @@ async def test_an_error_ends_it_with_its_status(first: bool) -> None:
 async def test_the_token_is_wanted_here_too() -> None:
     async with talking("right", "wrong") as (world, stream):
 
-        async def said_and_heard() -> None:  # the refusal may be heard while writing
-            await stream.write(pb.SessionRequest(number=1))
+        async def said_and_heard() -> None:  # the refusal may be heard while writing, or before
+            with contextlib.suppress(asyncio.InvalidStateError):
+                await stream.write(pb.SessionRequest(number=1))
             await stream.read()
 
         with pytest.raises(grpc.aio.AioRpcError) as found:

@@ -341,6 +341,7 @@ class TwinRouter:
     fleet: Fleet = field(default_factory=Fleet)
     drained_is_enough: bool = True
     standby: bool = False
+    told: Callable[[RenewalAnswer], None] | None = None
 
     def _check(self) -> None:
         if self.away:
@@ -373,6 +374,16 @@ class TwinRouter:
             directives = [replace(d, deadline_s=0.0) if d.role else d for d in directives]
         self.directives = [d for d in self.directives if d.kind != "replay_kv"]
         return RenewalAnswer(self.lease, tuple(directives))
+
+    def hear(self, worker_id: str, incarnation: str, told: Callable[[RenewalAnswer], None]) -> None:
+        self.told = told
+
+    def say(self, *directives: Directive) -> None:
+        """Tell it at once, as the router does besides with each answer."""
+        self.directives = list(directives)
+        assert self.lease is not None
+        assert self.told is not None
+        self.told(RenewalAnswer(self.lease, tuple(directives)))
 
     def _holds(self, worker_id: str, incarnation: str, epoch: int) -> None:
         self._check()

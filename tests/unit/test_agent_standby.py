@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from readyplane.core.startup import SegmentName
 from readyplane.core.worker import Holds
-from readyplane.ports import Directive
+from readyplane.ports import Directive, RenewalAnswer
 from readyplane_agent import life as life_module
 from readyplane_agent import waiting as waiting_module
 from readyplane_agent.engines.offers import SleepDepth
@@ -69,6 +70,30 @@ async def test_a_bare_standby_loads_when_it_is_told_and_its_start_is_what_came_a
         imports = [s for s in trace.segments() if s.name is SegmentName.RUNTIME_IMPORT]
         assert sum(s.saved_s for s in imports) == pytest.approx(2.5, abs=0.01)
         assert "readyplane_agent_start_saved_seconds" in w.life.metrics()
+
+
+async def test_the_word_to_serve_is_heard_without_a_renewal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it says so at once, nobody waits for the next renewal, nor for one after a quiet one."""
+    monkeypatch.setattr(life_module, "STANDBY_NEWS_S", 1e6)
+    async with living(tmp_path, standby=True, holds=Holds.PROCESS) as w:
+        w.router.ttl_s = 1e6
+        _, running = await bare(w)
+        renewals = len(w.router.renewals)
+        w.router.say(ACTIVATE)
+        assert w.life._waiting.told.is_set() and len(w.router.renewals) == renewals
+        await until(lambda: w.life.state is State.READY or running.done())
+        assert w.life.state is State.READY, w.life.trace.failure
+
+
+async def test_a_word_for_an_earlier_lease_is_not_obeyed(tmp_path: Path) -> None:
+    async with living(tmp_path, standby=True, holds=Holds.PROCESS) as w:
+        await bare(w)
+        assert w.router.lease is not None and w.router.told is not None
+        past = replace(w.router.lease, epoch=w.router.lease.epoch - 1)
+        w.router.told(RenewalAnswer(past, (ACTIVATE,)))
+        assert not w.life._waiting.told.is_set()
 
 
 @pytest.mark.parametrize("kind", ["drain", "leave", "stop"])

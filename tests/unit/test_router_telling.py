@@ -10,7 +10,7 @@ import pytest
 
 from readyplane.core.errors import NoPair, NotFound, Refused, StaleEpoch
 from readyplane.core.worker import Role, WorkerOffer, WorkerState
-from readyplane.ports import Directive
+from readyplane.ports import Directive, RenewalAnswer
 from readyplane_router import lease
 from readyplane_router.policy import RouterPolicy
 from readyplane_router.told import ACTIVATE, FLIP, Told, is_to_tell, why_not_activate, why_not_flip
@@ -257,6 +257,52 @@ def test_words_reach_the_router_that_holds_the_session_and_are_heard_once() -> N
             held = (await router.list_workers()).workers["d0"]
             assert (held.state, held.told) == (WorkerState.READY, "")
             assert [s.worker_id for s in router.desk("demo").decodes] == ["d0"]
+
+    on_virtual_time(main, shared=True)
+
+
+def listening(router: Any, worker: FakeWorker) -> list[tuple[int, str]]:
+    """Epoch and kind of everything that is said to it from now on."""
+    heard: list[tuple[int, str]] = []
+
+    def told(answer: RenewalAnswer) -> None:
+        heard.extend((answer.lease.epoch, d.kind) for d in answer.directives)
+
+    router.hear(worker.offer.worker_id, worker.offer.incarnation, told)
+    return heard
+
+
+def test_a_word_is_said_at_once_to_whoever_listens_for_it_and_once() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        d = await standby(world, router, "d0", D)
+        p = await world.worker(router, "p0", P, serves=FLIPS)
+        d_heard, p_heard = listening(router, d), listening(router, p)
+        router.hear("d0", "another-life", lambda _: pytest.fail("it is not this one"))
+        router.hear("nobody", "1", lambda _: pytest.fail("it is not there"))
+        began_s = world.clock.monotonic_s()
+        for _ in range(2):
+            await router.activate("d0")
+            await router.flip("p0", role=D)
+        assert world.clock.monotonic_s() == began_s, "nothing was waited for"
+        assert d_heard == [(d.lease.epoch, ACTIVATE)] and p_heard == [(p.lease.epoch, FLIP)]
+        assert await kinds(d) == [ACTIVATE], "and renewals bring it until it is done"
+        assert await d.admit() == ()
+        await router.drain("d0", reason="too many")
+        assert d_heard[1:] == [(d.lease.epoch, "drain")]
+
+    on_virtual_time(main)
+
+
+def test_a_word_that_another_router_gave_is_said_by_the_one_that_holds_the_session() -> None:
+    async def main(world: World) -> None:
+        keeper, other = await world.router(), await world.router()
+        d = await standby(world, keeper, "d0", D)
+        await world.clock.sleep(1.5)
+        heard = listening(keeper, d)
+        await other.activate("d0", deadline_s=30.0)
+        await world.clock.sleep(0.01)  # as long as the store's news take, and no renewal
+        assert heard == [(d.lease.epoch, ACTIVATE)]
 
     on_virtual_time(main, shared=True)
 

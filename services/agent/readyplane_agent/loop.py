@@ -1,9 +1,9 @@
 """The lease of a worker, kept: renewals up, directives down, and what a lost contact means.
 
 Owns the session with the router. A renewal carries progress, load and KV events; a directive is
-handed to `life`. A router that cannot be reached never ends a worker: it serves on and asks again.
-A lease that is lost is asked for once more under the same incarnation; the router alone decides,
-and whom it refuses is fenced.
+handed to `life`, whether an answer brings it or the router says it at once. A router that cannot be
+reached never ends a worker: it serves on and asks again. A lease that is lost is asked for once more
+under the same incarnation; the router alone decides, and whom it refuses is fenced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from readyplane.core.errors import (
 )
 from readyplane.core.worker import Holds, Lease, LoadReport, StartProgress, WorkerOffer
 from readyplane.kit.clock import Clock
-from readyplane.ports import Directive, Renewal, Router
+from readyplane.ports import Directive, Renewal, RenewalAnswer, Router
 from readyplane_agent.kv_events import KvForwarder
 
 log = logging.getLogger("agent.session")
@@ -112,7 +112,7 @@ class Session:
                 attempt += 1
                 await self._clock.sleep(wait_s)
             else:
-                self.contact_s = self._clock.monotonic_s()
+                self._granted(self.lease)
                 return self.lease
 
     async def keep(self) -> None:
@@ -156,7 +156,7 @@ class Session:
             return self._backoff_s(self.failures - 1)
         self.failures = 0
         self._changing = None
-        self.contact_s = self._clock.monotonic_s()
+        self._granted(self.lease)
         self._kv.replay()
         if not change.done.done():
             change.done.set_result(self.lease)
@@ -204,15 +204,28 @@ class Session:
             asked_s = self._clock.monotonic_s() - answer.age_s
             self.contact_s = asked_s if self.contact_s is None else max(self.contact_s, asked_s)
         self.lease = answer.lease
+        self._obey(answer)
+        turn_s = answer.lease.renew_every_s
+        if news.within_s is not None:
+            turn_s = min(turn_s, news.within_s)
+        return turn_s * (1 - JITTER * self._random())
+
+    def _granted(self, lease: Lease) -> None:
+        self.lease = lease
+        self.contact_s = self._clock.monotonic_s()
+        self._router.hear(lease.worker_id, lease.incarnation, self._told)
+
+    def _told(self, answer: RenewalAnswer) -> None:
+        """A word between two renewals; one for another lease comes with an answer, if it holds."""
+        if self._changing is None and answer.lease.epoch == self.epoch:
+            self._obey(answer)
+
+    def _obey(self, answer: RenewalAnswer) -> None:
         for directive in answer.directives:
             if directive.kind == "replay_kv":
                 self._kv.replay()
             else:
                 self._on_directive(directive)
-        turn_s = answer.lease.renew_every_s
-        if news.within_s is not None:
-            turn_s = min(turn_s, news.within_s)
-        return turn_s * (1 - JITTER * self._random())
 
     def _heard_lately(self, lease: Lease) -> bool:
         """Whether the last answer is new enough to go on without another one."""
@@ -233,8 +246,7 @@ class Session:
         self._give_up_change(error)
         self.regranted += 1
         self.failures = 0
-        self.lease = lease
-        self.contact_s = self._clock.monotonic_s()
+        self._granted(lease)
         self._kv.replay()
         self._on_regranted(lease)
         return 0.0

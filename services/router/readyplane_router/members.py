@@ -6,6 +6,7 @@ routers share. States change along `lease.TRANSITIONS` only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from readyplane.core.errors import InvalidField
@@ -43,6 +44,7 @@ class Member:
         told: what it has been told and has not done. words: how many it was told so far.
         holds: of a standby, with what it waits, as its renewals say.
         asked, asked_s: what made it pass the gate (activate or flip), and since when.
+        on_word: called when it is told something, where somebody listens for it.
     """
 
     offer: WorkerOffer
@@ -77,6 +79,7 @@ class Member:
     holds: Holds | None = None
     asked: str = ""
     asked_s: float | None = None
+    on_word: Callable[[], None] | None = None
 
     def tell(
         self, kind: str, reason: str, *, now_s: float, for_s: float, role: Role | None = None
@@ -84,6 +87,11 @@ class Member:
         """Give it one more word."""
         self.words += 1
         self.told = Told(kind, now_s, now_s + for_s, reason, role, self.words)
+
+    def say(self) -> None:
+        """Whoever listens for it hears at once what it is to do now."""
+        if self.on_word is not None:
+            self.on_word()
 
     def past_with(self, successor: str) -> tuple[str, ...]:
         """Fenced incarnations of this worker id once `successor` has taken over."""

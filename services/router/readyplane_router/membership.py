@@ -145,7 +145,7 @@ class Membership(Telling):
             await self._waits(member, renewal.stands_by, now_s)
         if renewal.kv_events:
             self._kv_events(member, renewal.kv_events, now_s)
-        return RenewalAnswer(self._lease(member), self._directives(member, now_s))
+        return self._answer(member, now_s)
 
     async def leave(self, worker_id: str, incarnation: str, epoch: int, *, reason: str) -> None:
         """Give a lease up; idempotent, and no harm to a successor (field report B145)."""
@@ -183,10 +183,6 @@ class Membership(Telling):
     def _renewed(self, member: Member) -> None:
         member.renewed_s = self._clock.monotonic_s()
         member.dirty = True
-
-    def _lease(self, member: Member) -> Lease:
-        offer = member.offer
-        return Lease(offer.worker_id, offer.incarnation, member.epoch, self.policy.lease_ttl_s)
 
     # ------------------------------------------------------------------------ KV events
 

@@ -317,6 +317,7 @@ class Replica:
                 self._restage(member, record.serving, profile)
         if record.state is WorkerState.DRAINING and member.state is not WorkerState.DRAINING:
             self._drain(member, record.drain_reason, record.drain_deadline_s, now_s)
+            member.say()
         elif (
             record.state in (WorkerState.STALLED, WorkerState.READY)
             and not member.mine
@@ -336,6 +337,7 @@ class Replica:
                 member.told = Told(
                     record.told, now_s, until_s, record.told_reason, role, record.words
                 )
+                member.say()
             else:
                 member.told = None
         elif record.words == member.words and not record.told and not member.mine:

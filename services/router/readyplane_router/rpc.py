@@ -16,6 +16,7 @@ from readyplane.v1 import router_pb2 as pb
 from readyplane.v1 import router_pb2_grpc
 from readyplane_router.batches import Batches
 from readyplane_router.service import RouterService
+from readyplane_router.sessions import Sessions
 
 FULL_NAME = "readyplane.v1.Router"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -36,9 +37,7 @@ def lean_methods(service: RouterService, clock: Clock) -> dict[str, Method]:
         return lambda request: call(request, None)
 
     return {
-        f"/{FULL_NAME}/Session": Method(
-            pb.SessionRequest.FromString, servicer.renewed, conversation=True
-        ),
+        f"/{FULL_NAME}/Session": Method(pb.SessionRequest.FromString, talk=servicer.sessions.begin),
         f"/{FULL_NAME}/Register": Method(pb.RegisterRequest.FromString, unary(servicer.Register)),
         f"/{FULL_NAME}/ReportRank": Method(
             pb.ReportRankRequest.FromString, unary(servicer.ReportRank)
@@ -62,6 +61,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self._service = service
         self._clock = clock
         self._batches = Batches(self._pair, service.complete)
+        self.sessions = Sessions(service)
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         lease = await self._service.register(wire.worker_offer_from_proto(request.offer))
@@ -70,18 +70,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        async for message in request_iterator:
-            answer = await self.renewed(message)
-            if answer is not None:
+        async with aclosing(self.sessions.stream(request_iterator)) as answers:
+            async for answer in answers:
                 yield answer
-
-    async def renewed(self, message: pb.SessionRequest) -> pb.SessionResponse | None:
-        """One renewal; None where its answer says nothing and was not asked for."""
-        renewal = wire.renewal_from_proto(message)
-        answer = await self._service.renew(renewal)
-        if renewal.quiet and not answer.directives:
-            return None
-        return wire.renewal_answer_to_proto(answer, number=message.number)
 
     async def ReportRank(
         self, request: pb.ReportRankRequest, context: Context

@@ -180,6 +180,9 @@ class RouterService:
     async def renew(self, renewal: Renewal) -> RenewalAnswer:
         return await self.members.renew(renewal)
 
+    def hear(self, worker_id: str, incarnation: str, told: Callable[[RenewalAnswer], None]) -> None:
+        self.members.hear(worker_id, incarnation, told)
+
     async def report_rank(self, report: RankReport) -> GroupStatus:
         return await self.members.report_rank(report)
 

@@ -1,17 +1,18 @@
 """What is told to workers with their renewals: drain, leave, activate, flip, tell your KV anew.
 
-Owns giving a worker a word and taking it back; each rides on lease renewals until it is done, so
-that a lost message is repaired by the next one. A member takes the words of other routers from the
-store.
+Owns giving a worker a word and taking it back. A word is said at once where its session listens,
+and rides on lease renewals until it is done, so that a lost message is repaired by the next one. A
+member takes the words of other routers from the store.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from readyplane.core.errors import NotFound, Refused, StaleEpoch
-from readyplane.core.worker import Holds, Role, Worker, WorkerState
-from readyplane.ports import Directive
+from readyplane.core.worker import Holds, Lease, Role, Worker, WorkerState
+from readyplane.ports import Directive, RenewalAnswer
 from readyplane_router.members import Member
 from readyplane_router.replica import Replica
 from readyplane_router.told import (
@@ -69,6 +70,7 @@ class Telling(Replica):
                 member.drain_reason = why
             else:
                 self._drain(member, why, bound_s, self._clock.monotonic_s())
+            member.say()
             await self._tell(member)
         return member.view()
 
@@ -99,6 +101,7 @@ class Telling(Replica):
             bound_s = deadline_s if deadline_s > 0 else usual_s
             member.tell(ACTIVATE, _why(reason, scale_decision_id), now_s=now_s, for_s=bound_s)
             self._roster.bump()
+            member.say()
             await self._tell(member)
         return member.view()
 
@@ -131,8 +134,27 @@ class Telling(Replica):
             why = f"it becomes {role}: {_why(reason, scale_decision_id)}"
             member.tell(FLIP, why, now_s=now_s, for_s=bound_s, role=role)
             self._drain(member, why, bound_s, now_s)
+            member.say()
             await self._tell(member)
         return member.view()
+
+    def hear(self, worker_id: str, incarnation: str, told: Callable[[RenewalAnswer], None]) -> None:
+        """Say to `told` what this incarnation is to do, whenever that changes."""
+        member = self._members.get(worker_id)
+        if member is None or member.offer.incarnation != incarnation:
+            return
+
+        def say() -> None:
+            told(self._answer(member, self._clock.monotonic_s()))
+
+        member.on_word = say
+
+    def _lease(self, member: Member) -> Lease:
+        offer = member.offer
+        return Lease(offer.worker_id, offer.incarnation, member.epoch, self.policy.lease_ttl_s)
+
+    def _answer(self, member: Member, now_s: float) -> RenewalAnswer:
+        return RenewalAnswer(self._lease(member), self._directives(member, now_s))
 
     def _directives(self, member: Member, now_s: float) -> tuple[Directive, ...]:
         out = []
