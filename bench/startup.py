@@ -19,7 +19,7 @@ that of those that did not. unexplained: the worst share of T_ready that no segm
 A standby's T_ready begins with the word to serve, and the time until its agent has heard it is its
 schedule. A start counts only where its own trace says that it found what its cell promises; what is
 left out or could not be run is said with the reason, and a figure without starts is nan. The order of
-the starts follows from the seed; times are medians over repeats.
+the starts follows from the seed; times are medians over the starts of a cell (`--starts`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def modelled_engine(*, quick: bool) -> Engine:
     )
 
 
-async def measure(site: Site, cells: tuple[Cell, ...], *, repeats: int, seed: int) -> Figures:
+async def measure(site: Site, cells: tuple[Cell, ...], *, starts: int, seed: int) -> Figures:
     """Every cell so many times, in an order that follows from the seed."""
     sizes = site.engine.sizes_kv
     figures = Figures(cold_cell(sizes_kv=sizes), warm_cell(sizes_kv=sizes, standby=True))
@@ -82,7 +82,7 @@ async def measure(site: Site, cells: tuple[Cell, ...], *, repeats: int, seed: in
     runnable = [cell for cell in cells if not (cell.standby and missing)]
     figures.not_run |= {cell.name: missing for cell in cells if cell.standby and missing}
     first = await site.prime(runnable)
-    shuffled = [cell for _ in range(repeats) for cell in runnable]
+    shuffled = [cell for _ in range(starts) for cell in runnable]
     random.Random(seed).shuffle(shuffled)
     if site.engine.partner and first:
         # Each start takes a minute or more: the first one, which found nothing, is one of the cold.
@@ -139,7 +139,7 @@ async def run(folder: Path, given: argparse.Namespace) -> dict[str, Figures]:
                 facts, whole = Facts(config=demo.config, canary=demo.canary), not given.quick
             cells = (matrix if whole else essential)(sizes_kv=engine.sizes_kv)
             async with site_of(folder / name, model, facts, engine) as site:
-                figures = await measure(site, cells, repeats=given.repeats, seed=given.seed)
+                figures = await measure(site, cells, starts=given.starts, seed=given.seed)
         except (ReadyplaneError, NotStarted) as error:
             print(f"{name}: not run: {error}", flush=True)
             continue
@@ -158,7 +158,7 @@ def line(name: str, figures: Figures | None) -> str:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="T_ready by segment, by what a start finds")
-    parser.add_argument("--repeats", type=int, default=1, help="starts of each cell")
+    parser.add_argument("--starts", "--repeats", type=int, default=1, help="starts of each cell")
     parser.add_argument("--seed", type=int, default=1, help="of the artifact and of the order")
     parser.add_argument("--bytes", type=int, default=0, help="size of the modelled artifact")
     parser.add_argument("--engines", default=f"{MODELLED},{VLLM}", help="which of both, in order")
@@ -166,8 +166,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few cells, a small artifact, no vLLM")
     given = parser.parse_args()
     unknown = set(given.engines.split(",")) - {MODELLED, VLLM}
-    if given.repeats < 1 or unknown:
-        parser.error(f"give --repeats from 1, and --engines of {MODELLED} and {VLLM}")
+    if given.starts < 1 or unknown:
+        parser.error(f"give --starts from 1, and --engines of {MODELLED} and {VLLM}")
     if given.quick:
         given.engines = MODELLED
         print(f"{VLLM}: not run: --quick", flush=True)
