@@ -26,6 +26,7 @@ ANSWER_WITHIN_S = 150.0
 LONG_TOKENS = 1500
 LONG_CHARACTERS = 4800  # some 3,300 tokens of the tiny model's
 HAND_OVERS = 8
+IDLE_S, IDLE_CORES_MAX = 10.0, 0.2
 XFER = "vllm:nixl_xfer_time_seconds_count"
 HITS = "vllm:prefix_cache_hits_total"
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1500)]
@@ -61,6 +62,19 @@ async def test_every_check_of_the_gate_was_made_on_real_answers(system: System) 
         assert checks["kv_hashes"]["evidence"]["told"], checks["kv_hashes"]
         assert checks["kv_connector"]["evidence"]["outbound"] is True
         assert checks["kv_connector"]["evidence"]["inbound"] is True
+
+
+async def test_an_idle_engine_leaves_the_cores_alone(system: System) -> None:
+    """NIXL's own progress thread polls without rest: 0.3 to 1 core for nothing."""
+    shares = []
+    for worker in pair(system):
+        processes = system.engine_processes(worker["worker_id"])
+        before = {p: sum(p.cpu_times()[:2]) for p in processes}
+        await asyncio.sleep(IDLE_S)
+        shares += [(sum(p.cpu_times()[:2]) - used_s) / IDLE_S for p, used_s in before.items()]
+    print(f"\nstart: cores of idle engine processes: {[round(share, 3) for share in shares]}")
+    assert len(shares) >= 4, shares
+    assert max(shares) <= IDLE_CORES_MAX, shares
 
 
 async def test_a_request_is_handed_over_once(system: System, client: Client) -> None:
