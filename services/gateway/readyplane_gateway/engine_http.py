@@ -62,6 +62,7 @@ class Exchange:
         "_held",
         "_pieces",
         "_request",
+        "_stale",
         "_timer",
         "_waiter",
         "complete",
@@ -80,7 +81,7 @@ class Exchange:
         self._timer: asyncio.TimerHandle | None = None
         self._deadline_s = self._bound_s = 0.0
         self._doing = ""
-        self._closed = False
+        self._closed = self._stale = False
         self.status = 0
         self.complete = False
         self.received = False
@@ -109,11 +110,10 @@ class Exchange:
         while not self.status:
             try:
                 await self._wait()
-            except EngineTrouble as error:
-                stale = error.trouble is Trouble.BROKEN and not self.received
-                if not stale or self._connection.used == 1:
+            except EngineTrouble:
+                if not self._stale:
                     raise
-                self._error = None
+                self._error, self._stale = None, False
                 self._connection = await self._engines.replace(self._connection)
                 self._connection.send(self, self._request)
         return self.status
@@ -160,11 +160,19 @@ class Exchange:
 
     def fail(self, error: EngineTrouble) -> None:
         """End it with an error, from outside: the worker is known to be gone."""
+        self._stale = False  # what was given up is not sent again
         if not self.complete and self._error is None:
             self._error = error
             self._wake()
 
     # what the connection tells
+
+    def on_lost(self, why: str) -> None:
+        """The connection has ended, or what came over it cannot be read."""
+        if not self.complete and self._error is None:
+            self._stale = not self.received and self._connection.used > 1
+            self._error = EngineTrouble(Trouble.BROKEN, why)
+            self._wake()
 
     def on_head(self, status: int) -> None:
         """The status line has come."""
@@ -312,7 +320,7 @@ class _Connection(asyncio.Protocol):
 
     def _lost(self, why: str) -> None:
         if self.exchange is not None:
-            self.exchange.fail(EngineTrouble(Trouble.BROKEN, why))
+            self.exchange.on_lost(why)
 
 
 class EngineHttp:
