@@ -2,8 +2,7 @@
 
 Owns the measurement of R9.1. The source is an agent's door beside a modelled decode engine that
 serves real requests and pulls the KV of prompts that a second engine has computed; its `Watch` reads
-the engine and paces what goes out, and a starter in a process of its own loads again and again while
-there is a push. Hands `bench.transfer` ratios: push over without.
+the engine and paces what goes out. Hands `bench.transfer` windows of it.
 
 The engine's times are modelled (iterations, wire of KV), so what a push can do to them here is to take
 processor time from the engine, which the requests are then late by.
@@ -13,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.transfer_arms import Window
 from readyplane.core.worker import Role
 from readyplane_agent.engines.layout import arena_layout, tensor_table_document
 from readyplane_agent.engines.modelled.adapter import ModelledEngine
@@ -35,28 +33,7 @@ DECODERS = 4
 OUTPUT_TOKENS = 64
 PROMPT_TOKENS = 200
 HANDED_TOKENS = 1000
-PROBE_EVERY_S = 0.02
-
-
-@dataclass(slots=True)
-class Seen:
-    """What one arm (with or without a push) saw."""
-
-    tpot_sum_s: float = 0.0
-    tpot_count: float = 0.0
-    kv_s: list[float] = field(default_factory=list)
-    pushed_bytes: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean time per output token, by the engine."""
-        return self.tpot_sum_s / self.tpot_count if self.tpot_count else math.nan
-
-    def kv_quantile_s(self, quantile: float) -> float:
-        """Of the KV transfers of this arm."""
-        values = sorted(self.kv_s)
-        return values[math.ceil(quantile * len(values)) - 1] if values else math.nan
+HANDERS = 4
 
 
 @asynccontextmanager
@@ -101,16 +78,21 @@ async def engine(folder: Path, name: str, role: Role) -> AsyncIterator[OpenAiEng
 
 
 class Load:
-    """Requests that never end: some that decode, and one after another whose KV is handed over.
+    """Requests that never end: some that decode, and some whose KV is handed over.
 
     Args:
         prefill, decode: the engines; `decode` is the source's.
+
+    Attributes:
+        into: the window that KV transfers belong to now.
     """
 
     def __init__(self, prefill: OpenAiEngine, decode: OpenAiEngine) -> None:
         self._prefill, self._decode = prefill, decode
         self._random = random.Random(1)
-        self.into = Seen()
+        self._turn = asyncio.Lock()
+        self._before = ServingTimes()
+        self.into = Window()
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self._random.randrange(3, 250) for _ in range(tokens)]
@@ -125,36 +107,36 @@ class Load:
     async def hand_over(self) -> None:
         """A prompt on the one engine, its answer on the other; how long the KV took, by the latter.
 
-        Nobody else hands over, so that the difference of two readings is one transfer.
+        Prompts are computed side by side, KV is handed over one at a time: so there are many
+        transfers, and the difference of two readings of the engine is one of them.
         """
-        before = await self._decode.serving_times()
         while True:
             prompt = self._prompt(HANDED_TOKENS)
             given = await self._prefill.generate(
                 prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True}
             )
-            into = self.into
-            await self._decode.generate(
-                prompt, max_tokens=1, kv_transfer_params=given.kv_transfer_params
-            )
-            after = await self._decode.serving_times()
-            if after.kv_sum_s is not None and before.kv_sum_s is not None and into is self.into:
-                into.kv_s.append(after.kv_sum_s - before.kv_sum_s)
-            before = after
-            await asyncio.sleep(PROBE_EVERY_S)
+            async with self._turn:
+                into = self.into
+                await self._decode.generate(
+                    prompt, max_tokens=1, kv_transfer_params=given.kv_transfer_params
+                )
+                after = await self._decode.serving_times()
+                if into is self.into and None not in (after.kv_sum_s, self._before.kv_sum_s):
+                    assert after.kv_sum_s is not None
+                    assert self._before.kv_sum_s is not None
+                    into.kv_s.append(after.kv_sum_s - self._before.kv_sum_s)
+                self._before = after
 
 
-async def window(load: Load, decode: OpenAiEngine, into: Seen, seconds: float) -> None:
-    """One window of an arm."""
-    load.into = into
+async def window(load: Load, decode: OpenAiEngine, seconds: float) -> Window:
+    """What is seen in so many seconds from now on."""
+    found = load.into = Window(seconds=seconds)
     before = await decode.serving_times()
     await asyncio.sleep(seconds)
     after = await decode.serving_times()
-    load.into = Seen()
-    count, total = _difference(before, after)
-    into.tpot_count += count
-    into.tpot_sum_s += total
-    into.seconds += seconds
+    load.into = Window()
+    found.tpot_count, found.tpot_sum_s = _difference(before, after)
+    return found
 
 
 def _difference(before: ServingTimes, after: ServingTimes) -> tuple[float, float]:
@@ -175,7 +157,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[Load, OpenAiEngine]]:
         decode = await stack.enter_async_context(engine(folder, "d0", Role.DECODE))
         load = Load(prefill, decode)
         tasks = [asyncio.create_task(load.decode()) for _ in range(DECODERS)]
-        tasks.append(asyncio.create_task(load.hand_over()))
+        tasks += [asyncio.create_task(load.hand_over()) for _ in range(HANDERS)]
         try:
             await asyncio.sleep(1.0)
             yield load, decode

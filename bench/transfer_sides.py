@@ -17,6 +17,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from readyplane.client import RegistryClient
 from readyplane.core.identity import Manifest, chunk_hash
@@ -27,6 +28,7 @@ from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.giving import Giving
 from readyplane_agent.interference import Watch
 from readyplane_agent.loader import Loader
+from readyplane_agent.ranges import PAUSED_TURN_S
 from readyplane_agent.reading import Reader
 from readyplane_agent.settings import AgentSettings
 from readyplane_agent.trace import StartTrace
@@ -34,6 +36,7 @@ from readyplane_agent.transfer import TransferServer
 
 CLOCK = SystemClock()
 HEADER = 16
+FAR_CONNECTIONS = 4
 
 
 def filled(manifest: Manifest, folder: Path) -> Arena:
@@ -206,7 +209,8 @@ async def source(options: argparse.Namespace, manifest: Manifest) -> None:
         watch = Watch(engine.serving_times, agent.server, CLOCK)
         keeping.append(asyncio.create_task(watch.keep()))
     big = max(manifest.files, key=lambda f: f.size_bytes).path
-    say(plain=plain_server(arena, big), big=big)
+    at = f"{agent.server.url}/v1/chunks/{manifest.digest}"
+    say(plain=plain_server(arena, big), url=at, query=f"incarnation={agent.incarnation}")
     while await read_line():
         pace = agent.server.pace
         rate = None if math.isinf(pace.bytes_per_s) else pace.bytes_per_s
@@ -217,14 +221,15 @@ async def source(options: argparse.Namespace, manifest: Manifest) -> None:
 
 
 async def puller(options: argparse.Namespace, manifest: Manifest) -> None:
-    """Load again and again between `on` and `off`.
+    """Load again and again between `on` and `off`: a whole starter on the same processors.
 
-    It stands for another machine: receiving and hashing take only the processor time that nobody
-    here wants, which the scheduler keeps to within a session, and all of this bench are one.
+    Receiving and hashing take only the processor time that nobody here wants, which the scheduler
+    keeps to within a session, and all of this bench are one. Inside the kernel it does not: a
+    thread that copies into fresh pages there is not preempted for milliseconds.
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     say(ready=True)
-    while await read_line() == "on":
+    while (await read_line()).startswith("on"):
         off = asyncio.create_task(read_line())
         while not off.done():
             arena = Arena(manifest)
@@ -235,6 +240,64 @@ async def puller(options: argparse.Namespace, manifest: Manifest) -> None:
                 await asyncio.wait({loading})
             arena.close()
         say(off=True)
+
+
+async def far(_: argparse.Namespace, manifest: Manifest) -> None:
+    """Ask a source for chunks between `on URL QUERY` and `off`, as a starter elsewhere would.
+
+    As many connections as a load has, a chunk of the manifest at a time; the bytes are dropped in
+    the kernel, since the machine that would copy and hash them is another one.
+    """
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    say(ready=True)
+    while (order := await read_line()).startswith("on"):
+        url, query = order.split()[1:]
+        off = threading.Event()
+        drops = [
+            asyncio.create_task(asyncio.to_thread(drop, manifest, url, query, n, off))
+            for n in range(FAR_CONNECTIONS)
+        ]
+        await read_line()
+        off.set()
+        await asyncio.gather(*drops)
+        say(off=True)
+
+
+def drop(manifest: Manifest, url: str, query: str, first: int, off: threading.Event) -> None:
+    """Ask for every `FAR_CONNECTIONS`-th chunk over one connection, and drop it, until `off`."""
+    parts = urlsplit(url)
+    entry = max(manifest.files, key=lambda f: f.size_bytes)
+    scratch, index = bytearray(manifest.chunk_bytes), first
+    with socket.create_connection((parts.hostname or "", parts.port or 80)) as door:
+        while not off.is_set():
+            begin = index * manifest.chunk_bytes
+            last = min(entry.size_bytes, begin + manifest.chunk_bytes) - 1
+            ask = f"GET {parts.path}/{entry.path}?{query} HTTP/1.1\r\nRange: bytes={begin}-{last}"
+            door.sendall(f"{ask}\r\nHost: {parts.netloc}\r\n\r\n".encode())
+            status = dropped(door, scratch)
+            if status == "503":  # paused: asked for again, as a reader does
+                off.wait(PAUSED_TURN_S)
+                continue
+            assert status == "206", status
+            index = (index + FAR_CONNECTIONS) % len(entry.chunks)
+
+
+def dropped(door: socket.socket, scratch: bytearray) -> str:
+    """The status of one answer, whose body is thrown away where it lies in the kernel."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        part = door.recv(4096)
+        assert part, "the source closed the connection"
+        head += part
+    head, _, body = head.partition(b"\r\n\r\n")
+    fields = head.decode("latin-1").lower().split("\r\n")
+    length = next(f for f in fields if f.startswith("content-length:"))
+    left = int(length.partition(":")[2]) - len(body)
+    while left > 0:
+        got = door.recv_into(scratch, min(left, len(scratch)), socket.MSG_TRUNC)
+        assert got, "the source closed the connection"
+        left -= got
+    return fields[0].split()[1]
 
 
 async def starter(options: argparse.Namespace, manifest: Manifest) -> None:
@@ -279,7 +342,7 @@ async def versus(options: argparse.Namespace, manifest: Manifest) -> None:
         say(**result)
 
 
-KINDS = {"source": source, "starter": starter, "versus": versus, "puller": puller}
+KINDS = {"source": source, "starter": starter, "versus": versus, "puller": puller, "far": far}
 
 
 def main() -> None:
