@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from readyplane.kit.clock import SystemClock
-from readyplane_agent.sending import Sending
+from readyplane_agent.sending import YIELDING_BYTES_MAX, Sending
 
 SIZE = 24 * 2**20
 DATA = os.urandom(2**20) * (SIZE // 2**20)
@@ -177,4 +177,36 @@ def test_while_the_worker_serves_its_threads_take_what_nobody_else_wants() -> No
         reader.close()
         sending.close()
 
+    run(work)
+
+
+def test_while_the_worker_serves_the_kernel_is_handed_little_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    real = os.sendfile
+
+    def sendfile(out_fd: int, in_fd: int, offset: int, count: int) -> int:
+        asked.append(count)
+        return real(out_fd, in_fd, offset, count)
+
+    async def work() -> None:
+        sending = Sending(SystemClock(), threads_max=1)
+        with tempfile.TemporaryFile() as file:
+            file.write(DATA)
+            file.flush()
+            for yielding in (True, False):
+                asked.clear()
+                reader, writer = await beside()
+                taking = asyncio.create_task(asyncio.to_thread(taken, reader, SIZE))
+                await sending.send(
+                    writer, file.fileno(), 0, SIZE, head=b"", limit_s=30.0, yielding=yielding
+                )
+                assert await taking == DATA
+                assert (max(asked) <= YIELDING_BYTES_MAX) == yielding
+                writer.close()
+                reader.close()
+        sending.close()
+
+    monkeypatch.setattr("readyplane_agent.sending.os.sendfile", sendfile)
     run(work)
