@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from readyplane.core.startup import SegmentName
 from readyplane.core.worker import Role
 from readyplane.kit.clock import SystemClock
 from readyplane.profiles import load as load_profile
+from readyplane_agent import engine_end
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.life import Life
 from readyplane_agent.lifecycle import ExitCode, State
@@ -74,7 +76,7 @@ class World:
 @asynccontextmanager
 async def living(tmp_path: Path, art: Artifact = ART, **more: Any) -> AsyncIterator[World]:
     """A world with a byte store and a running life, which is ended whatever happens."""
-    with serving(art.files) as store:
+    with serving(art.files) as store, patch.object(engine_end, "END_AWAITED_S_MAX", 0.2):
         world = World(tmp_path, **more)
         world.registry.sources = [source(store.url)]
         yield world

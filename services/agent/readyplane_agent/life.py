@@ -24,8 +24,7 @@ from readyplane_agent import meeting
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.changing import Changing
 from readyplane_agent.dead_end import dead_end
-from readyplane_agent.engines.child import log_end
-from readyplane_agent.engines.exit_status import status_text
+from readyplane_agent.engine_end import end_text, explained
 from readyplane_agent.engines.port import EnginePort
 from readyplane_agent.giving import Giving
 from readyplane_agent.interference import Watch
@@ -204,7 +203,8 @@ class Life:
             end = End(Event.FENCED_OFF, str(error))
         except (ReadyplaneError, OSError) as error:
             self.trace.dead_end = dead_end(error)
-            end = End(Event.START_FAILED, self._mapped.explained(str(error)))
+            why = await explained(error, self.engine, self._clock)
+            end = End(Event.START_FAILED, self._mapped.explained(why))
         except asyncio.CancelledError:
             end = End(Event.LEAVE_ASKED, "cancelled")
         except Exception as error:  # whatever broke: give everything back, then say so
@@ -421,9 +421,7 @@ class Life:
             await self._clock.sleep(ENGINE_WATCH_S)
             if why := self._waiting.frozen(waits=self.state in WAITS):
                 return self.end(Event.ENGINE_DIED, why)
-        code, tail = status_text(self.engine.returncode), log_end(self.engine.log_tail(5))
-        told = self._mapped.explained(f"the engine ended with {code}; {tail}")
-        return self.end(Event.ENGINE_DIED, told)
+        return self.end(Event.ENGINE_DIED, self._mapped.explained(end_text(self.engine)))
 
     # ----------------------------------------------------------------------- lease and news
 
