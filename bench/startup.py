@@ -20,12 +20,16 @@ A standby's T_ready begins with the word to serve, and the time until its agent 
 schedule. A start counts only where its own trace says that it found what its cell promises; what is
 left out or could not be run is said with the reason, and a figure without starts is nan. The order of
 the starts follows from the seed; times are medians over the starts of a cell (`--starts`).
+
+`--limit-s` begins no start after so long, and `--into FOLDER` keeps each start: run again with the same
+folder, the bench takes what is left and reports all of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import shutil
 import signal
@@ -44,6 +48,7 @@ from bench.startup_cells import (
     warm_cell,
     widest_gap,
 )
+from bench.startup_kept import Kept
 from bench.startup_site import Engine, NotStarted, Site, site_of, standby_missing
 from bench.startup_vllm import vllm_engine
 from readyplane.core.errors import ReadyplaneError
@@ -74,19 +79,30 @@ def modelled_engine(*, quick: bool) -> Engine:
     )
 
 
-async def measure(site: Site, cells: tuple[Cell, ...], *, starts: int, seed: int) -> Figures:
-    """Every cell so many times, in an order that follows from the seed."""
+async def measure(
+    site: Site, cells: tuple[Cell, ...], *, given: argparse.Namespace, kept: Kept | None
+) -> Figures:
+    """Every cell so many times, in an order that follows from the seed, as far as the time goes."""
+    until_s = site.clock.monotonic_s() + (given.limit_s or math.inf)
     sizes = site.engine.sizes_kv
     figures = Figures(cold_cell(sizes_kv=sizes), warm_cell(sizes_kv=sizes, standby=True))
     missing = standby_missing()
     runnable = [cell for cell in cells if not (cell.standby and missing)]
     figures.not_run |= {cell.name: missing for cell in cells if cell.standby and missing}
+    shuffled = [cell for _ in range(given.starts) for cell in runnable]
+    random.Random(given.seed).shuffle(shuffled)
+    if kept is not None:
+        figures.taken += kept.taken
+        shuffled = kept.left(shuffled)
+        print(f"{len(kept.taken)} starts were taken before, {len(shuffled)} are left", flush=True)
+    if not shuffled:
+        return figures
     first = await site.prime(runnable)
-    shuffled = [cell for _ in range(starts) for cell in runnable]
-    random.Random(seed).shuffle(shuffled)
-    if site.engine.partner and first:
+    if site.engine.partner and first and figures.cold in shuffled:
         # Each start takes a minute or more: the first one, which found nothing, is one of the cold.
         figures.taken += first
+        if kept is not None:
+            kept.add(first[0])
         shuffled.remove(figures.cold)
         share, gap = first[0].path.unexplained_fraction, widest_gap(first[0])
         print(
@@ -95,6 +111,10 @@ async def measure(site: Site, cells: tuple[Cell, ...], *, starts: int, seed: int
             flush=True,
         )
     for number, cell in enumerate(shuffled, 1):
+        if site.clock.monotonic_s() > until_s:
+            for late in shuffled[number - 1 :]:
+                figures.not_run.setdefault(late.name, f"{given.limit_s:.0f} s were over")
+            break
         try:
             taken = await site.start(cell)
         except (NotStarted, ReadyplaneError) as error:
@@ -113,6 +133,8 @@ async def measure(site: Site, cells: tuple[Cell, ...], *, starts: int, seed: int
             figures.not_run.setdefault(cell.name, wrong[0])
         else:
             figures.taken.append(taken)
+            if kept is not None:
+                kept.add(taken)
     return figures
 
 
@@ -138,8 +160,9 @@ async def run(folder: Path, given: argparse.Namespace) -> dict[str, Figures]:
                 engine, model = modelled_engine(quick=given.quick), demo.folder
                 facts, whole = Facts(config=demo.config, canary=demo.canary), not given.quick
             cells = (matrix if whole else essential)(sizes_kv=engine.sizes_kv)
+            kept = kept_of(given, engine, model)
             async with site_of(folder / name, model, facts, engine) as site:
-                figures = await measure(site, cells, starts=given.starts, seed=given.seed)
+                figures = await measure(site, cells, given=given, kept=kept)
         except (ReadyplaneError, NotStarted) as error:
             print(f"{name}: not run: {error}", flush=True)
             continue
@@ -147,6 +170,19 @@ async def run(folder: Path, given: argparse.Namespace) -> dict[str, Figures]:
         out[name] = figures
         shutil.rmtree(folder / name, ignore_errors=True)
     return out
+
+
+def kept_of(given: argparse.Namespace, engine: Engine, model: Path) -> Kept | None:
+    """Where the starts of an engine are kept, None where they are not.
+
+    Raises:
+        InvalidField: there are starts of another engine, or of other weights.
+    """
+    if given.into is None:
+        return None
+    size = sum(path.stat().st_size for path in model.iterdir() if path.is_file())
+    words = [word for word in engine.args if str(model.parent) not in word]
+    return Kept(given.into, engine.name, {"args": words, "bytes": size})
 
 
 def line(name: str, figures: Figures | None) -> str:
@@ -162,12 +198,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the artifact and of the order")
     parser.add_argument("--bytes", type=int, default=0, help="size of the modelled artifact")
     parser.add_argument("--engines", default=f"{MODELLED},{VLLM}", help="which of both, in order")
+    parser.add_argument(
+        "--into", type=Path, help="keep each start there, and start only what is not there yet"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=0.0, help="begin no start later than this, of one engine"
+    )
     parser.add_argument("--vllm-matrix", action="store_true", help="every cell on vLLM, an hour")
     parser.add_argument("--quick", action="store_true", help="few cells, a small artifact, no vLLM")
     given = parser.parse_args()
     unknown = set(given.engines.split(",")) - {MODELLED, VLLM}
-    if given.starts < 1 or unknown:
-        parser.error(f"give --starts from 1, and --engines of {MODELLED} and {VLLM}")
+    if given.starts < 1 or given.limit_s < 0 or unknown:
+        parser.error(
+            f"give --starts from 1, --limit-s from 0, and --engines of {MODELLED} and {VLLM}"
+        )
     if given.quick:
         given.engines = MODELLED
         print(f"{VLLM}: not run: --quick", flush=True)

@@ -83,12 +83,14 @@ class Taken:
 
     Attributes:
         path: exclusive seconds by segment. segments: as the agent told them. tier: of the weights.
+        begin_s: when it began, on the clock of its segments.
     """
 
     cell: Cell
     path: CriticalPath
     segments: tuple[Segment, ...]
     tier: str
+    begin_s: float = 0.0
 
     @property
     def compile_s(self) -> float:
@@ -206,5 +208,9 @@ def table(figures: Figures, cells: Sequence[Cell]) -> list[str]:
             f"{cell.name} {len(found):>2} {figures.ready_s(cell):>7.2f}s {worst:>6.2%}"
             + "".join(f"{mean:>9.3f}" for mean in means)
         )
+    slept = {s.name for t in figures.taken for s in t.segments if s.modelled}
+    if slept:
+        told = ", ".join(str(n) for n in names if n in slept)
+        lines.append(f"slept, as the engine was told, and not computed (modelled): {told}")
     lines.append("columns: " + ", ".join(f"{short[n]} = {n}" for n in names))
     return lines

@@ -286,7 +286,7 @@ def taken_of(cell: Cell, worker: Worker, told_s: float | None = None) -> Taken:
         begin_s = told_s
     end_s = max(s.end_s for s in segments if s.end_s is not None)
     path = critical_path(segments, start_s=begin_s, end_s=end_s)
-    return Taken(cell, path, segments, str(worker.serving.tier))
+    return Taken(cell, path, segments, str(worker.serving.tier), begin_s)
 
 
 @asynccontextmanager

@@ -1,6 +1,8 @@
 """What the start-up bench counts, and what it leaves out."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,8 @@ from bench.startup_cells import (
     warm_cell,
     widest_gap,
 )
+from bench.startup_kept import Kept
+from readyplane.core.errors import InvalidField
 from readyplane.core.startup import Segment, SegmentName, critical_path
 
 COLD, WARM = cold_cell(sizes_kv=True), warm_cell(sizes_kv=True, standby=True)
@@ -113,3 +117,30 @@ def test_memory_is_remote_when_it_is_another_workers(detail: str, weights: str) 
     for place, cell in cells.items():
         found = mistaken(Taken(cell, start.path, segments, "L1"))
         assert found == ([] if place == weights else [f"weights came from L1, not {place}"])
+
+
+def test_a_matrix_is_taken_in_parts_and_never_mixed(tmp_path: Path) -> None:
+    under = {"args": ["--worker-class", "x"], "bytes": 7}
+    first = Kept(tmp_path, "modelled", under)
+    assert first.taken == [] and first.left([COLD, WARM, COLD]) == [COLD, WARM, COLD]
+    one = replace(taken(COLD, compile_s=4.0, gap_s=0.09), begin_s=0.0)
+    first.add(one)
+    again = Kept(tmp_path, "modelled", under)
+    assert again.taken == [one], "the path is computed anew from the same segments"
+    assert again.left([COLD, WARM, COLD]) == [WARM, COLD]
+    with pytest.raises(InvalidField, match="another folder"):
+        Kept(tmp_path, "modelled", {**under, "bytes": 8})
+
+
+def test_what_was_slept_is_said() -> None:
+    figures = Figures(COLD, WARM)
+    figures.taken = [taken(COLD, compile_s=4.0)]
+    assert not any("slept" in line for line in table(figures, (COLD,)))
+    slept = tuple(replace(s, modelled=s.name is SegmentName.COMPILE) for s in taken_segments())
+    figures.taken = [replace(figures.taken[0], segments=slept)]
+    (said,) = [line for line in table(figures, (COLD,)) if "slept" in line]
+    assert said.endswith("(modelled): compile")
+
+
+def taken_segments() -> tuple[Segment, ...]:
+    return taken(COLD, compile_s=4.0).segments
