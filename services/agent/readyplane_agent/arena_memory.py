@@ -27,11 +27,19 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in without changing them
 _MADV_COLLAPSE = 25  # Linux 6.1
 _NO_MEMORY = 12
 _FREE, _CLAIMED, _DONE = 0, 1, 2  # a part of `HUGE_BYTES`: nobody's, somebody is at it, faulted in
-_ALIGN_TRIES = 3
+_ALIGN_TRIES = 32
+_PROT_NONE, _MAP_NORESERVE = 0, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    ctypes.c_long,
+]
 
 
 @dataclass(slots=True)
@@ -222,21 +230,45 @@ class ArenaMemory:
 
 
 def _aligned(fd: int, size_bytes: int) -> mmap.mmap:
-    """Map the file at a multiple of 2 MiB, so that huge pages fit its tables.
+    """Map the file at a multiple of 2 MiB, so that huge pages fit its tables; unaligned at last.
 
-    The kernel puts a mapping right below the last one: one of the right length in between moves
-    the next. Somebody else's mapping may come in between, hence the tries; unaligned at last.
+    `mmap.mmap` takes no address, and the kernel the highest gap that is long enough: so a gap of
+    just that length is made at such a place. One that is up to 4 MiB longer may lie higher, or
+    another thread come first: that map stays in the way while it is tried again.
     """
-    mapped = mmap.mmap(fd, size_bytes)
-    for _ in range(_ALIGN_TRIES):
-        beyond = _address(mapped) % HUGE_BYTES
-        if beyond == 0:
-            break
-        mapped.close()
-        spacer = mmap.mmap(-1, beyond, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapped = mmap.mmap(fd, size_bytes)
-        spacer.close()
-    return mapped
+    in_the_way: list[mmap.mmap] = []
+    try:
+        for _ in range(_ALIGN_TRIES):
+            ends = _make_gap(size_bytes)
+            try:
+                mapped = mmap.mmap(fd, size_bytes)
+            finally:
+                for start, length in ends:
+                    _libc.munmap(start, length)
+            if _address(mapped) % HUGE_BYTES == 0:
+                return mapped
+            in_the_way.append(mapped)
+        return in_the_way.pop()
+    finally:
+        for mapped in in_the_way:
+            mapped.close()
+
+
+def _make_gap(size_bytes: int) -> tuple[tuple[int, int], ...]:
+    """A gap of so many bytes, in whole pages, at a multiple of 2 MiB.
+
+    Returns the (start, length) that are reserved before and behind it; nothing where no address
+    space is left.
+    """
+    length = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = length + 2 * HUGE_BYTES
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    base = _libc.mmap(None, whole, _PROT_NONE, private, -1, 0)
+    if base == _FAILED:
+        return ()
+    begin = (base // HUGE_BYTES + 1) * HUGE_BYTES
+    _libc.munmap(begin, length)
+    return (base, begin - base), (begin + length, base + whole - begin - length)
 
 
 def _address(mapped: mmap.mmap) -> int:
