@@ -191,11 +191,14 @@ class Manifest:
     canary: Canary | None = None
     key: Mapping[str, str] = field(default_factory=dict)
     scales: Scales | None = None
+    _digest: str = field(default="", init=False, repr=False, compare=False)
 
     @property
     def digest(self) -> str:
-        """Identity: `sha256:<64 hex>` of the canonical document."""
-        return digest_of(self.document())
+        """Identity: `sha256:<64 hex>` of the canonical document; worked out once."""
+        if not self._digest:
+            object.__setattr__(self, "_digest", digest_of(self.document()))
+        return self._digest
 
     @property
     def size_bytes(self) -> int:

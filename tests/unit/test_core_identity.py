@@ -1,5 +1,6 @@
 """Identity is content: equal meaning, equal digest; another content, another digest, and says where."""
 
+import dataclasses
 import json
 import unicodedata
 from collections.abc import Callable
@@ -198,6 +199,15 @@ DIGEST = "sha256:5bd7473fb59811f91e060d5642ed9356fc11102e08ce74919befea7fc1c0721
 
 def test_the_digest_of_a_manifest_is_golden() -> None:
     assert Manifest.from_document(document()).digest == DIGEST
+
+
+def test_a_changed_copy_of_a_manifest_has_a_digest_of_its_own() -> None:
+    found = Manifest.from_document(document())
+    assert found.digest == DIGEST  # known by now, and kept
+    other = dataclasses.replace(found, model="another")
+    assert other.digest not in {"", DIGEST}
+    assert found == Manifest.from_document(document())
+    assert dataclasses.replace(other, model=found.model).digest == DIGEST
 
 
 def test_order_and_defaults_do_not_change_identity() -> None:
