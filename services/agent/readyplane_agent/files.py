@@ -41,7 +41,8 @@ RESIDENCE_SAMPLES = 3
 RESIDENT_SHARE_MIN = 0.75
 """A chunk of which less is in the page cache is read past it."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
+# Not CDLL: a look at one page is over before the interpreter's lock is given away and had back.
+_libc = ctypes.PyDLL(None)
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
@@ -88,6 +89,9 @@ class ReadWays:
 class OpenFile:
     """One file of the artifact, open for both ways of reading; while it is, it is not evicted.
 
+    Attributes:
+        found_bytes: its length when it was opened. no_direct: why it cannot be read directly.
+
     Raises:
         OSError: it cannot be opened.
     """
@@ -97,16 +101,25 @@ class OpenFile:
         self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # a mount without locks has no evictor of ours either
             fcntl.flock(self.buffered, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self.direct, self.no_direct = -1, ""
+        self._direct, self.no_direct = -1, ""
         self._pages: mmap.mmap | None = None
         self._base = 0
+        self._page = ctypes.c_ubyte()
+        found = os.fstat(self.buffered)
+        self.found_bytes = found.st_size
         # Of somebody else's file the kernel says that all of it is cached, whatever is.
-        told = os.geteuid() in (0, os.fstat(self.buffered).st_uid) or os.access(path, os.W_OK)
-        self._told = told
-        try:
-            self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except (OSError, AttributeError):
-            self.no_direct = "the file system has no direct reads"
+        self._told = os.geteuid() in (0, found.st_uid) or os.access(path, os.W_OK)
+
+    def direct(self) -> int:
+        """The descriptor that reads past the page cache; -1 with `no_direct` where none does."""
+        if self._direct < 0 and not self.no_direct:
+            try:
+                # The file that is open, whatever has its name by now.
+                again = f"/proc/self/fd/{self.buffered}"
+                self._direct = os.open(again, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except (OSError, AttributeError):
+                self.no_direct = "the file system has no direct reads"
+        return self._direct
 
     def resident_share(self, start: int, size: int) -> float | None:
         """Share of a range that lies in the page cache, by samples; None where nobody says.
@@ -128,26 +141,25 @@ class OpenFile:
             self._base = ctypes.addressof(anchor)
             del anchor
         end = min(start + size, self.size_bytes)
-        step = max(mmap.PAGESIZE, size // RESIDENCE_SAMPLES)
-        places = range(start, end, step)
-        found = ctypes.c_ubyte()
-        resident = 0
-        for place in places:
-            page = self._base + place // mmap.PAGESIZE * mmap.PAGESIZE
-            if _libc.mincore(page, 1, ctypes.byref(found)) != 0:
+        step = max(mmap.PAGESIZE, -(-size // RESIDENCE_SAMPLES))
+        look, base, page, into = _libc.mincore, self._base, self._page, ctypes.byref(self._page)
+        samples = resident = 0
+        for place in range(start, end, step):
+            if look(base + place - place % mmap.PAGESIZE, 1, into) != 0:
                 return None
-            resident += found.value & 1
-        return resident / len(places) if places else 1.0
+            samples += 1
+            resident += page.value & 1
+        return resident / samples if samples else 1.0
 
     def close(self) -> None:
         """End it. Idempotent."""
         if self._pages is not None:
             self._pages.close()
             self._pages = None
-        for fd in (self.buffered, self.direct):
+        for fd in (self.buffered, self._direct):
             if fd >= 0:
                 os.close(fd)
-        self.buffered = self.direct = -1
+        self.buffered = self._direct = -1
 
 
 class FileReader:
@@ -176,7 +188,7 @@ class FileReader:
         """
         try:
             opened = self._opened(entry)
-            size = os.fstat(opened.buffered).st_size
+            size = opened.found_bytes
             if size != entry.size_bytes:
                 return Fault("corrupt", f"{entry.path} has {size} of {entry.size_bytes} B")
             return self._read(opened, entry, start, into)
@@ -219,7 +231,7 @@ class FileReader:
         if why is None:
             whole = len(into) // BLOCK_BYTES * BLOCK_BYTES
             try:
-                done = _hash_in(opened.direct, start, into[:whole], running, BLOCK_BYTES)
+                done = _hash_in(opened.direct(), start, into[:whole], running, BLOCK_BYTES)
             except OSError:
                 # Some file systems take the flag and refuse the read: buffered from here on.
                 opened.no_direct = why = "the file system refused a direct read"
@@ -241,7 +253,7 @@ class FileReader:
             return ""
         if share is None:
             return "the kernel does not say what is cached"
-        if opened.no_direct:
+        if opened.direct() < 0 or opened.no_direct:
             return opened.no_direct
         if start % BLOCK_BYTES or address(into) % BLOCK_BYTES:
             return "the chunk does not begin at a whole block"

@@ -32,9 +32,11 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+# A look at one page is over before the interpreter's lock is given away and had back.
+_brief_libc = ctypes.PyDLL(None)
+_brief_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
-SAMPLE_BYTES = 2**20
+SAMPLE_BYTES = 4 * 2**20
 SAMPLES_MIN = 16
 
 
@@ -153,12 +155,13 @@ class ArenaMap:
         if any(os.geteuid() not in {0, os.fstat(fd).st_uid} for fd in self.files.values()):
             return None
         found = ctypes.c_ubyte()
+        look, into = _brief_libc.mincore, ctypes.byref(found)
         samples = resident = 0
         for part in self._parts:
             step = max(mmap.PAGESIZE, min(SAMPLE_BYTES, part.size_bytes // SAMPLES_MIN))
             step -= step % mmap.PAGESIZE
             for start in range(part.offset_bytes, part.offset_bytes + part.size_bytes, step):
-                if _libc.mincore(self._base + start, 1, ctypes.byref(found)) != 0:
+                if look(self._base + start, 1, into) != 0:
                     return None
                 samples += 1
                 resident += found.value & 1
