@@ -208,6 +208,7 @@ class Bench:
 
     def rounds(self, count: int, *, cold: bool) -> dict[str, Runs]:
         """Every way once a round, in random order."""
+        drop(self.folder)  # else what is warm depends on who read it before, and in which pieces
         raws = self.best_raw(cold=cold)
         names = [OURS, FRESH, MAPPED, *raws]
         if self._peers is not None:

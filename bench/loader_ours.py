@@ -22,7 +22,7 @@ from bench.loader_memory import Growth
 from readyplane.core.identity import Manifest, chunk_hash
 from readyplane.kit.clock import SystemClock
 from readyplane.ports import Registry
-from readyplane_agent.adopt import adopt
+from readyplane_agent.adopt import AdoptedArena, adopt
 from readyplane_agent.arena import Arena, prefault
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.loader import Loader
@@ -92,6 +92,7 @@ class Side:
         What is not in the page cache is loaded into the memory that is there, as a start does it.
         """
         how = {"mapped": False}
+        kept: list[AdoptedArena | Arena] = []
 
         async def run() -> None:
             clock = SystemClock()
@@ -109,10 +110,12 @@ class Side:
             table.update(files_of(arena, table["arena_bytes"]))
             engine = adopt(arena.path, json.dumps(table))
             self.touched = sum(int(engine[n].reshape(-1).view("u1")[::4096].sum()) for n in engine)
-            engine.close()
-            arena.close()
+            kept.extend((engine, arena))
 
-        return {**asyncio.run(timed(run)), **how}
+        answer = {**asyncio.run(timed(run)), **how}
+        for each in kept:  # neither do the peers give theirs back before the clock is read
+            each.close()
+        return answer
 
     def raw(self, *, threads: int, chunk: int, direct: bool) -> dict[str, Any]:
         """Bytes into the same memory, unverified, with nothing around them."""
