@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from readyplane.core.identity import chunk_hash
@@ -16,9 +17,9 @@ def verify_in_place(arena: Arena, use: SourceUse, clock: Clock, *, threads_max: 
     Blocking, by as many threads. `use` gets what was right.
     """
     wrong: set[str] = set()
+    left = deque(arena.missing())
 
-    def check(chunk: tuple[str, int]) -> None:
-        path, index = chunk
+    def check(path: str, index: int) -> None:
         entry = arena.entry(path)
         assert entry is not None
         start, size = arena.span(path, index)
@@ -28,6 +29,15 @@ def verify_in_place(arena: Arena, use: SourceUse, clock: Clock, *, threads_max: 
         else:
             wrong.add(path)
 
+    def drain() -> None:
+        while True:
+            try:
+                chunk = left.popleft()
+            except IndexError:
+                return
+            check(*chunk)
+
     with ThreadPoolExecutor(threads_max, thread_name_prefix="in-place") as threads:
-        list(threads.map(check, arena.missing()))
+        for work in [threads.submit(drain) for _ in range(threads_max)]:
+            work.result()
     return sorted(wrong)
