@@ -15,8 +15,10 @@ BIN := $(VENV)/bin
 # Two quiet flags: the closing word is pip's errors, not its progress.
 PIP_FLAGS := --quiet --quiet --disable-pip-version-check --no-input
 ARGS ?=
-# Test processes side by side; more than the cores is slower.
+# Test processes side by side: of tests that compute more than the cores is slower; those that start
+# servers mostly wait for them.
 TEST_PROCESSES ?= 2
+TEST_PROCESSES_WAITING ?= 3
 
 .PHONY: help setup up test test-unit check format lint types contracts proto-lint fresh tidy \
 	generate bench lock clean
@@ -89,7 +91,7 @@ bench-registry: setup ## The registry with 10,000 manifests, and killed while it
 
 # The quick layers first, then the ones that start real processes.
 test: setup ## Run every test: unit, contract, simulation, tidy, then integration.
-	@tools/run-tests.sh $(TEST_PROCESSES) $(ARGS)
+	@tools/run-tests.sh $(TEST_PROCESSES) $(TEST_PROCESSES_WAITING) $(ARGS)
 
 test-unit: setup ## Run the tests of the pure brains only.
 	$(BIN)/pytest tests/unit $(ARGS)

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.left_running import nothing_left
+from tests.sharing_out import put_in_order
+
 if TYPE_CHECKING:
     import redis.asyncio
 
@@ -35,15 +38,38 @@ settings.register_profile(
 settings.register_profile("search", deadline=None, max_examples=2_000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
+# Of a test that starts processes, with its fixtures. Waits inside have bounds of their own; this one
+# is for a machine with a load of 20, where a dozen processes take a minute to begin.
+PROCESSES_S_MAX = 400
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test in tests/integration or tests/engine carries that mark without saying so."""
+    """A test in tests/integration or tests/engine carries that mark, and a bound, without saying so."""
     for item in items:
         if TESTS not in item.path.parents:
             continue
         layer = item.path.relative_to(TESTS).parts[0]
         if layer in {"integration", "engine"}:
             item.add_marker(layer)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(PROCESSES_S_MAX))
+    put_in_order(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Of `--dist loadfile` ours; any other distribution is pytest-xdist's own."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.sharing_out import LongFirst
+
+    return LongFirst(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _everything_is_stopped() -> Iterator[None]:
+    """Set up first, so that the stores and systems of this session are stopped before it looks."""
+    with nothing_left():
+        yield
 
 
 def _program(name: str, package: str) -> Path:

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Runs the whole suite in two stages and prints pytest's closing lines of both at the end.
-# Usage: tools/run-tests.sh PROCESSES [PYTEST_ARGUMENT...]
+# Usage: tools/run-tests.sh PROCESSES WAITING_PROCESSES [PYTEST_ARGUMENT...]
 #   1. unit, contract and simulation, side by side in PROCESSES processes
-#   2. integration and engine, a file a process: they start real servers and mostly wait for them, and
-#      what a file's tests share is started once
+#   2. integration and engine in WAITING_PROCESSES: they start real servers and mostly wait for them;
+#      what the tests of a file share is started once (tests/sharing_out.py)
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 processes="$1"
-shift
+waiting="$2"
+shift 2
 no_tests_collected=5
 failed=0
 ran=0
@@ -36,7 +37,7 @@ stage() {
 
 stage "unit, contract, simulation" --numprocesses "$processes" --dist worksteal "$@" \
     -- tests/unit tests/contract tests/simulation
-stage "integration, engine" --numprocesses "$processes" --dist loadfile "$@" -- tests/integration tests/engine
+stage "integration, engine" --numprocesses "$waiting" --dist loadfile "$@" -- tests/integration tests/engine
 
 echo
 if [ "$ran" -eq 0 ]; then

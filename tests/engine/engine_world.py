@@ -28,7 +28,7 @@ from readyplane_lab.up.demo_model import DemoModel, make_demo_model
 from readyplane_registry.ingest import Facts, build_manifest
 
 MODEL = "demo"
-HOLD_S = 2.0
+HOLD_S = 3.0
 
 
 @dataclass(frozen=True)

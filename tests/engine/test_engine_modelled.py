@@ -137,7 +137,7 @@ async def test_a_cleared_cache_is_told(world: port_suite.World) -> None:
     assert mine <= await port_suite._next_stored(events, mine)
     status, doc = await world.post(world.one, "/reset_prefix_cache", {})
     assert (status, doc) == (200, {"success": True})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         async for batch in events:
             if any(e.kind == "cleared" for e in batch.events):
                 break
@@ -151,7 +151,7 @@ async def test_pipelined_and_broken_requests_on_one_connection(world: port_suite
     get = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
     writer.write(get % b"version" + get % b"nowhere" + b"DELETE /health HTTP/1.1\r\n\r\n")
     writer.write(b"nonsense\r\n\r\n")
-    answers = (await asyncio.wait_for(reader.read(), 5)).decode()
+    answers = (await asyncio.wait_for(reader.read(), 60)).decode()
     writer.close()
     assert re.findall(r"HTTP/1\.1 (\d+) ", answers) == ["200", "404", "405", "400"]
     async with world.http.get(world.one.serving().engine_url + "/health") as response:
@@ -193,7 +193,7 @@ async def test_a_reader_that_has_to_queue_keeps_its_kv_alive(
     """It waits longer than a hold lasts; the giver hears of it and keeps the blocks."""
     async with factory.start("narrow", profile="h200-slow10", kv_tokens=640) as engine:
         busy = asyncio.create_task(
-            engine.generate(world.prompt(400), max_tokens=90, ignore_eos=True)
+            engine.generate(world.prompt(400), max_tokens=140, ignore_eos=True)
         )
         await world.until(lambda: _running(engine))
         prompt = world.prompt(320)
@@ -230,11 +230,11 @@ async def test_many_hand_overs_and_clients_that_leave_leak_nothing(world: port_s
                     assert r.status == 200, text
                     answered.append('"error"' not in text)
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await asyncio.gather(*(one(i) for i in range(120)))
     assert answered and all(answered)
     await world.until(world.d.is_idle)
-    await world.until(world.p.is_idle, limit_s=world.traits.hold_s + 3)
+    await world.until(world.p.is_idle, limit_s=world.traits.hold_s + 30)
     for engine in (world.p, world.d):
         load = await engine.load_report()
         assert (load.running, load.waiting, load.kv_used_blocks) == (0, 0, 0)
@@ -400,12 +400,12 @@ async def test_it_goes_when_its_parent_goes(factory: ModelledFactory) -> None:
     assert parent.stdout is not None
     child = psutil.Process(int(await parent.stdout.readline()))
     startup = spec.work_dir / "engine-startup.json"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not (startup.exists() and '"ready"' in startup.read_text()):
             await asyncio.sleep(0.05)
     parent.kill()
     await parent.wait()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
             await asyncio.sleep(0.05)
 

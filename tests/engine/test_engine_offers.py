@@ -50,7 +50,7 @@ async def staged(factory: ModelledFactory, name: str, *extra: str) -> AsyncItera
 
 
 async def captured(engine: ModelledEngine) -> Graphs:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while (found := await engine.graphs()).state is CaptureState.RUNNING:
             await asyncio.sleep(0.05)
     return found

@@ -14,7 +14,8 @@ from readyplane import profiles
 from readyplane_planner.policy import pool_profiles, read_policy
 from tests.engine.engine_world import modelled_factory
 
-LIMIT_S = 90.0
+LIMIT_S = 180.0
+TRIES = 4
 SLOW = 3.0
 """So that a busy machine's own delays are small beside the engine's."""
 
@@ -44,9 +45,12 @@ async def test_a_measured_engine_is_the_engine_that_was_modelled(tmp_path: Path)
         "measured", profile=str(given), extra=("--coalesce-ms", "20")
     ) as engine:
         url = engine.serving().engine_url
-        code, said, told = await measure(
-            *(url, *options, *quick, "--max-num-seqs", "10", "--isl-max", "3000")
-        )
+        ask = (url, *options, *quick, "--max-num-seqs", "10", "--isl-max", "3000")
+        code, said, told = await measure(*ask)
+        for _ in range(TRIES - 1):
+            if "measure longer" not in told:  # it refuses what a busy machine spoilt, and says so
+                break
+            code, said, told = await measure(*ask)
     assert code == 0, told
     found, real = profiles.load(str(out)), profiles.load(str(given))
     assert found.measured and found.worker_class == "b300"

@@ -35,7 +35,7 @@ from readyplane_router.store import MemoryStore
 from tests.unit.agent_twins import ByteServer, Fault, TwinRegistry, serving, source
 
 MODEL = "demo"
-LIMIT_S = 40.0
+LIMIT_S = 120.0
 SEGMENTS = "parallel_init=0.1,compile=0.3,cuda_graph=0.2,kv_profile=0.1,warmup=0.1"
 
 

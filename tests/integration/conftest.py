@@ -1,8 +1,8 @@
 """One full system for every integration test that looks at a whole one.
 
 Owns `full_stack`: `readyplane up` without its terminal, in a loop of its own, with a bit of traffic
-behind it and at least one scale-up. Tests that use it run last, so that it lives no longer than it
-must, and they change nothing in it that another one could miss.
+behind it and at least one scale-up. Tests that use it run one after another in one process
+(tests/sharing_out.py), and change nothing in it that another one could miss.
 """
 
 from __future__ import annotations
@@ -27,15 +27,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 READY_S_MAX = 120.0
-SCALE_UP_S_MAX = 90.0
+SCALE_UP_S_MAX = 150.0
 STEP_S_MAX = 180.0
 RATE_RPS = 5.0
 SLO_TTFT_S, SLO_TPOT_S = 2.0, 0.1
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Users of the full stack last (the order is stable otherwise)."""
-    items.sort(key=lambda item: "full_stack" in getattr(item, "fixturenames", ()))
 
 
 class FullStack:
@@ -160,6 +155,17 @@ def _short(pool: dict[str, Any]) -> dict[str, Any]:
     return {name: pool.get(name) for name in ("desired", "provisioned", "ready", "load")}
 
 
+_ending: list[Callable[[], None]] = []  # of the full system, while it runs
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The full system ends with the last test that looks at it: others have the machine's cores."""
+    if "full_stack" not in getattr(nextitem, "fixturenames", ()):
+        while _ending:
+            _ending.pop()()
+
+
 @pytest.fixture(scope="session")
 def full_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FullStack]:
     """The one full system of this test run. Its address book is found by `readyplane` commands."""
@@ -169,13 +175,18 @@ def full_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FullStack]:
     thread.start()
     full = FullStack(loop, said.append)
     home: Path = tmp_path_factory.mktemp("state")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(home))
-        try:
-            full.call(full.start(), limit_s=READY_S_MAX + SCALE_UP_S_MAX + 120.0)
-            yield full
-        finally:
-            full.call(full.stop())
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(10.0)
-            loop.close()
+    patch = pytest.MonkeyPatch()
+
+    def end() -> None:
+        patch.undo()
+        full.call(full.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10.0)
+        loop.close()
+
+    patch.setenv("XDG_STATE_HOME", str(home))
+    _ending.append(end)
+    full.call(full.start(), limit_s=READY_S_MAX + SCALE_UP_S_MAX + 120.0)
+    yield full
+    while _ending:
+        _ending.pop()()

@@ -14,7 +14,7 @@ from readyplane_lab.up.redis_server import find_program
 
 HOST = "127.0.0.1"
 SLOTS = 16_384
-UP_S_MAX = 30.0
+UP_S_MAX = 90.0
 
 
 class Servers:

@@ -58,7 +58,7 @@ async def test_two_workers_from_order_to_the_end(tmp_path: Path, demo: DemoModel
         engine = c.engine("p1")
         c.agents["p1"].kill()
         await c.ended("p1")
-        await asyncio.to_thread(psutil.wait_procs, [engine], timeout=5)
+        await asyncio.to_thread(psutil.wait_procs, [engine], timeout=60)
         assert not engine.is_running()
 
 

@@ -61,7 +61,7 @@ class World(Cluster):
         return self.engine_says(worker, SegmentName.COMPILE)
 
     async def published(self, count: int, kind: str = "compile") -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(await self.registry.list_manifests(kind=kind)) < count:
                 await asyncio.sleep(0.05)
 

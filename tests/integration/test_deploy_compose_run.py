@@ -24,7 +24,7 @@ from tests import deploy_files
 from tests.deploy_files import Service
 
 NAMES = ("registry", "publish", "router", "planner", "gateway", "prefill-1", "decode-1")
-START_S_MAX = 60.0
+START_S_MAX = 120.0
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="needs more than one loopback address"
 )
@@ -87,7 +87,7 @@ class Running:
         if self.process.returncode is None:
             self.process.terminate()
             try:
-                await asyncio.wait_for(self.process.wait(), 20)
+                await asyncio.wait_for(self.process.wait(), 60)
             except TimeoutError:
                 self.process.kill()
                 await self.process.wait()

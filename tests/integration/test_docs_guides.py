@@ -15,7 +15,7 @@ from tests.deploy_files import ROOT
 from tests.integration.conftest import FullStack
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 def blocks(document: str, kind: str) -> list[str]:

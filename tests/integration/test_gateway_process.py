@@ -30,7 +30,7 @@ from tests.engine.engine_world import ModelledFactory, modelled_factory
 from tests.router_world import FakeWorker, Registry, offer
 
 PROFILE = "h200-slow10"
-START_S_MAX = 60.0
+START_S_MAX = 120.0
 MODEL = "demo"
 
 
@@ -271,7 +271,7 @@ async def test_requests_over_real_processes(factory: ModelledFactory) -> None:
         stack.gateway.send_signal(signal.SIGTERM)
         response, body = await asked
         assert parts(body)[-1] == "[DONE]"
-        assert await asyncio.wait_for(stack.gateway.wait(), 15) == 0
+        assert await asyncio.wait_for(stack.gateway.wait(), 60) == 0
         await stack.all_free()
 
 

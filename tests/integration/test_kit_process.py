@@ -39,12 +39,15 @@ run_service(main)
 """
 
 
+LIMIT_S = 120.0  # of what takes a second on a machine with nothing else to do
+
+
 class Service:
     def __init__(self, process: asyncio.subprocess.Process, ready: Path) -> None:
         self.process, self.ready = process, ready
 
     async def up(self) -> dict[str, object]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             while not self.ready.exists():
                 assert self.process.returncode is None
                 await asyncio.sleep(0.02)
@@ -52,7 +55,7 @@ class Service:
         return told
 
     async def end(self) -> tuple[int, str, str]:
-        out, err = await asyncio.wait_for(self.process.communicate(), 30)
+        out, err = await asyncio.wait_for(self.process.communicate(), LIMIT_S)
         assert self.process.returncode is not None
         return self.process.returncode, out.decode(), err.decode()
 
@@ -94,7 +97,7 @@ async def test_a_signal_ends_it_in_order_and_in_time(start: Start, number: signa
         code, out, err = await service.end()
     assert code == 0, err
     assert out.split("\n")[:2] == ["stopping", "work ended"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert "Traceback" not in err
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((host, int(port)), 1)

@@ -32,7 +32,7 @@ from readyplane_planner.postgres import PostgresJournal
 from readyplane_router import rpc as router_rpc
 from tests.unit.planner_world import MODEL, HandClock, World, policy
 
-TTL_S = 2.0
+TTL_S = 3.0
 SETTLED = (WorkerState.READY, WorkerState.PROVISIONED)
 
 
@@ -87,13 +87,25 @@ class Planner:
         self.process.send_signal(what)
 
 
-async def until(what: Callable[[], Any], within_s: float = 20.0) -> None:
+async def until(what: Callable[[], Any], within_s: float = 90.0) -> None:
     async with asyncio.timeout(within_s):
         while True:
             found = what()
             if await found if asyncio.iscoroutine(found) else found:
                 return
             await asyncio.sleep(0.05)
+
+
+async def leading(*planners: Planner) -> Planner:
+    """The one that leads, as soon as exactly one does."""
+    found: list[Planner] = []
+
+    async def one() -> bool:
+        found[:] = [p for p in planners if not await p.stands_by()]
+        return len(found) == 1
+
+    await until(one)
+    return found[0]
 
 
 @asynccontextmanager
@@ -195,44 +207,40 @@ async def test_b146_leaders_killed_and_stopped_in_the_middle_of_an_order(
             await first.process.wait()
             await asyncio.sleep(0.1)
             fleet.gate.set()
-            await until(lambda: fleet.fences.newest(MODEL) == 2)
-            assert fleet.clock.now_s - killed_s < TTL_S + 3.0
+            await until(lambda: fleet.fences.newest(MODEL) >= 2)
+            assert fleet.clock.now_s - killed_s < TTL_S + 20.0, "the next lease, not a restart"
             await until(lambda: asked <= set(fleet.boxes))
             await until(lambda: live() >= 2)
-            standing = [await p.stands_by() for p in (second, third)]
-            assert sorted(standing) == [False, True]
-            leader, last = (second, third) if standing[1] else (third, second)
             # --- SIGSTOP while an order is under way: it arrives after the lease was taken
             fleet.held.clear()
             fleet.gate.clear()
             fleet.rps = lambda _t: 6.0
             await until(lambda: fleet.held)
             late = {o.worker_id for o in fleet.held}
+            leader = await leading(second, third)
+            epoch = fleet.fences.newest(MODEL)
             leader.send(signal.SIGSTOP)
-            await until(lambda: fleet.fences.newest(MODEL) == 3)
+            await until(lambda: fleet.fences.newest(MODEL) > epoch)
             fleet.gate.set()
             await until(lambda: late <= set(fleet.fenced))
             leader.send(signal.SIGCONT)
             await until(leader.stands_by)
-            assert not await last.stands_by()
+            leader = await leading(second, third)
             await until(lambda: late <= set(fleet.boxes))
             # --- the lease store away for longer than a lease: all stays, nobody leads twice
             await asyncio.sleep(1.0)
             living, drained = set(fleet.boxes), list(fleet.drains)
+            epoch = fleet.fences.newest(MODEL)
             client = connect(redis_url)
             await client.execute_command("CLIENT", "PAUSE", str(int(2.5 * TTL_S * 1000)), "ALL")
             await asyncio.sleep(2.0 * TTL_S)
-            assert fleet.fences.newest(MODEL) == 3
+            assert fleet.fences.newest(MODEL) == epoch
             assert living <= {n for n, b in fleet.boxes.items() if b.alive} | set(fleet.releases)
             assert (fleet.drains, fleet.releases) == (drained, [])
-            assert (await last.state())["pools"]["prefill"]["ready"] >= 2
+            assert (await leader.state())["pools"]["prefill"]["ready"] >= 2
             with suppress(Exception):
                 await client.aclose()
-
-            async def one_leads() -> bool:
-                return sorted([await p.stands_by() for p in (leader, last)]) == [False, True]
-
-            await until(one_leads)
+            await leading(second, third)
 
             async def all_told() -> bool:
                 return not await audited(database_url, fleet)

@@ -57,7 +57,7 @@ async def test_the_loop_on_real_time_with_real_stores(database_url: str, redis_u
     )
     work = [asyncio.create_task(world.flow()), asyncio.create_task(service.run())]
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while True:
                 await asyncio.sleep(0.2)
                 with contextlib.suppress(Exception):

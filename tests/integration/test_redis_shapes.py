@@ -17,7 +17,7 @@ from tests.integration.redis_shapes import cluster, watched
 from tests.router_world import offer
 
 LONG_S = 60.0
-FAIL_OVER_S_MAX = 30.0
+FAIL_OVER_S_MAX = 90.0
 
 
 def record(model: str, name: str, epoch: int = 1) -> Record:
@@ -69,7 +69,7 @@ async def test_a_cluster_holds_each_model_on_one_node(tmp_path: Path) -> None:
         assert [await store.fence("model-0", n) for n in (3, 2)] == [3, 3]
         assert (await store.identity()).count("+") == 2
         assert await store.expire() == []
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             while Change("model-5", "p0") not in seen:  # told on whichever node, heard here
                 await store.put(record("model-5", "p0"))
                 await asyncio.sleep(0.05)

@@ -27,7 +27,7 @@ from readyplane_registry.ingest import Facts, Published, RemoteBlobs, publish_di
 from readyplane_registry.oci_export import export
 from tests.registry_data import document, model_folder, sha256
 
-START_S_MAX = 60.0
+START_S_MAX = 120.0
 TOKEN = "a-token-of-the-test"
 
 
@@ -41,7 +41,7 @@ class Process:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.popen.send_signal(number)
-        return self.popen.wait(20)
+        return self.popen.wait(60)
 
 
 @dataclass
@@ -469,7 +469,7 @@ async def test_an_object_store_holds_the_bytes_and_the_registry_serves_their_ran
 
 def test_a_wrong_setting_is_one_clear_line(place: Place) -> None:
     command = [sys.executable, "-m", "readyplane_registry", "--blob-dri", "x"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.count("\n") == 1 and "did you mean --blob-dir" in ended.stderr
 

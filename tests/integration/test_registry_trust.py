@@ -20,7 +20,7 @@ from readyplane.kit.signing import SigningKey
 from tests.integration.test_registry_process import Place, Process
 from tests.registry_data import model_folder, safetensors
 
-RUN_S_MAX = 60.0
+RUN_S_MAX = 120.0
 
 
 @pytest.fixture(scope="module")

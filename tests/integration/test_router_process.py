@@ -51,7 +51,7 @@ class Process:
         await self.client.aclose()
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
-        return await asyncio.wait_for(self.process.wait(), 20)
+        return await asyncio.wait_for(self.process.wait(), 60)
 
 
 async def start(
@@ -83,7 +83,7 @@ async def start(
             stderr=out,
             env=environment | ({"READYPLANE_TOKEN": token} if token else {}),
         )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not ready.exists():
             assert process.returncode is None, log.read_text()
             await asyncio.sleep(0.05)
@@ -150,7 +150,7 @@ async def attached(
     return worker
 
 
-async def until(holds: Any, within_s: float = 10.0) -> None:
+async def until(holds: Any, within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not await holds():
             await asyncio.sleep(0.05)

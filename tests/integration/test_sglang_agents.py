@@ -94,7 +94,7 @@ async def test_weights_that_were_changed_on_the_way_to_the_engine_are_refused(
     spoil = 'for f in files/*.safetensors; do printf "x" >> "$f"; done\nexec'
     bad.write_text(bad.read_text().replace("exec", spoil))
     agent = await world.agent("b1", "both", *ENGINE)
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(120):
         await agent.wait()
     assert agent.returncode != 0
     assert "canary" in (world.folder / "b1.log").read_text()
@@ -115,7 +115,7 @@ async def gateway(world: Cluster) -> AsyncIterator[str]:
     log.close()
     url = f"http://127.0.0.1:{port}"
     try:
-        async with aiohttp.ClientSession() as http, asyncio.timeout(30):
+        async with aiohttp.ClientSession() as http, asyncio.timeout(120):
             while True:
                 with contextlib.suppress(aiohttp.ClientError):
                     async with http.get(url + "/health") as answer:

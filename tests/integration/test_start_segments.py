@@ -19,7 +19,7 @@ from tests.integration.collector import Collector, Span
 
 DECISION = "d-9"
 UNEXPLAINED_MAX = 0.02
-WITHIN_S = 30.0
+WITHIN_S = 90.0
 COLD = cold_cell(sizes_kv=True)
 CELLS = (
     COLD,

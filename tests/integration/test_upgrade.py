@@ -60,4 +60,4 @@ def test_a_roll_out_of_a_running_system(
     assert not old & set(serving)
     traffic.join(120.0)
     assert set(told[0].outcomes) == {Outcome.FINISHED}, told[0].complaints
-    assert took_s < 90.0
+    assert took_s < 180.0
