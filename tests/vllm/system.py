@@ -178,9 +178,14 @@ class Client:
 
     async def ask_engine(self, url: str, **fields: Any) -> dict[str, Any]:
         """A completion by one engine itself."""
-        status, doc, _ = await self._post(url, fields)
+        status, doc = await self.at_engine(url, **fields)
         assert status == 200, doc
         return doc
+
+    async def at_engine(self, url: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+        """Status and document of one engine itself, whatever it says."""
+        status, doc, _ = await self._post(url, fields)
+        return status, doc
 
     async def _post(
         self, url: str, fields: dict[str, Any]

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from readyplane_gateway.legs import PREFILL_PARAMS, UNSAID
 from readyplane_lab.up.prompts import words_of
 from readyplane_lab.up.real_engine import RealEngine
 from tests.vllm.system import Client, System, running
@@ -129,6 +130,36 @@ async def test_the_one_that_came_instead_hands_over_as_well(system: System, clie
     by = {headers["x-readyplane-prefill"] for *_, headers in done}
     assert by == {w["worker_id"] for w in p}, "eight long prompts at once are for both"
     assert await client.metric(d["engine_url"], XFER) == before + HAND_OVERS
+
+
+async def test_a_reader_whose_source_is_gone_says_no_more_than_that_it_failed(
+    system: System, client: Client
+) -> None:
+    """So the gateway looks for the source itself (B60), and no reader loses its good name."""
+    source, _ = await _two(system)
+    (d,) = system.ready("decode")
+    text = words_of(110, CHARACTERS)
+    leg = await client.ask_engine(
+        source["engine_url"],
+        prompt=text,
+        max_tokens=1,
+        ignore_eos=True,
+        kv_transfer_params=dict(PREFILL_PARAMS),
+    )
+    system.kill_engine(source["worker_id"])
+    status, doc = await client.at_engine(
+        d["engine_url"],
+        prompt=text,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        kv_transfer_params=leg["kv_transfer_params"],
+    )
+    print(f"\nkilled before its KV was read: {status} {doc.get('error', doc)}")
+    assert f"http_{status}" in UNSAID, doc
+    assert doc["error"]["message"], doc
+    status, doc, headers = await client.complete(prompt=words_of(111, CHARACTERS), max_tokens=4)
+    assert status == 200, doc
+    assert headers["x-readyplane-prefill"] != source["worker_id"]
 
 
 async def _two(
