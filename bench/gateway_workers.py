@@ -27,9 +27,10 @@ from readyplane_lab.demo import MODEL, WORKER_CLASS
 from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.simulator.ledger import Ledger
 from readyplane_lab.simulator.nodes import Nodes
+from readyplane_lab.simulator.site import Site
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
-from readyplane_lab.simulator.worker import SimWorker, Site
+from readyplane_lab.simulator.worker import SimWorker
 
 WORKERS_A_ROLE = 8
 JOIN_S_MAX = 60.0

@@ -9,8 +9,8 @@ import pytest
 
 from readyplane.core.errors import NotFound
 from readyplane_lab.simulator.outcome import RunResult
+from readyplane_lab.simulator.site import Mishap
 from readyplane_lab.simulator.startup import StartUpModel
-from readyplane_lab.simulator.worker import Mishap
 from tests.simulation.sim_world import Fixed, same, steady, world
 
 

@@ -11,16 +11,13 @@ from readyplane_lab.simulator.loop import VirtualLoop
 from readyplane_lab.simulator.world import World, WorldOptions
 from readyplane_planner.policy import overlay, read_policy
 
+STAGES = {"graph_stages": True}, r"policy\.graph_stages"
+BARE = {"decode": {"standby_holds": "process"}}, r"policy\.decode\.standby_holds"
+ASLEEP = {"prefill": {"standby_holds": "asleep"}}, r"policy\.prefill\.standby_holds"
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"graph_stages": True}, r"policy\.graph_stages"),
-        ({"decode": {"standby_holds": "process"}}, r"policy\.decode\.standby_holds"),
-        ({"prefill": {"standby_holds": "asleep"}}, r"policy\.prefill\.standby_holds"),
-    ],
-)
-def test_it_is_never_played_as_something_else(changes: dict[str, Any], field: str) -> None:
+
+@pytest.mark.parametrize(("changes", "field"), [ASLEEP])
+def test_no_simulator_plays_it_as_something_else(changes: dict[str, Any], field: str) -> None:
     policy = overlay(DEMO_POLICY, changes)
     loop = VirtualLoop()
     try:
@@ -28,5 +25,9 @@ def test_it_is_never_played_as_something_else(changes: dict[str, Any], field: st
             World(WorldOptions(policy), loop)
     finally:
         loop.close()
+
+
+@pytest.mark.parametrize(("changes", "field"), [STAGES, BARE, ASLEEP])
+def test_a_fluid_plays_it_as_nothing_else(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidField, match=field):
-        _check(read_policy(policy))
+        _check(read_policy(overlay(DEMO_POLICY, changes)))

@@ -23,10 +23,11 @@ from readyplane_lab.simulator.ledger import Ledger
 from readyplane_lab.simulator.links import SharedLinks
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
 from readyplane_lab.simulator.nodes import Nodes
+from readyplane_lab.simulator.site import Begin, Site
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.simulator.telemetry import Telemetry
-from readyplane_lab.simulator.worker import Begin, SimWorker, Site
+from readyplane_lab.simulator.worker import SimWorker
 from readyplane_lab.workload.request import WorkloadRequest
 from readyplane_router.epochs import MemoryEpochs
 from readyplane_router.pair import PairPolicy

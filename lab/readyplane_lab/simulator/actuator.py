@@ -16,7 +16,8 @@ from readyplane.kit.clock import Clock
 from readyplane.ports import Instance, Order
 from readyplane_lab.simulator.invariants import Epochs
 from readyplane_lab.simulator.nodes import Nodes
-from readyplane_lab.simulator.worker import Begin, SimWorker
+from readyplane_lab.simulator.site import Begin
+from readyplane_lab.simulator.worker import SimWorker
 
 ENDED_SHOWN = 256
 

@@ -1,4 +1,4 @@
-"""A modelled engine on virtual time: the same `EngineModel` that the engine process runs.
+"""A modelled engine on virtual time: the same `StagedEngineModel` that the engine process runs.
 
 Owns turning its events into awaitable legs and into KV events for the router. One timer is set at a
 time, at the model's next event.
@@ -15,7 +15,6 @@ from readyplane.core.kv import KvEvent
 from readyplane.core.profile import ClassProfile
 from readyplane.core.worker import LoadReport
 from readyplane.kit.clock import Clock
-from readyplane_agent.engines.modelled.core import EngineModel
 from readyplane_agent.engines.modelled.core_events import (
     EngineRequest,
     Finished,
@@ -27,6 +26,7 @@ from readyplane_agent.engines.modelled.core_events import (
     PrefillDone,
     TokensEmitted,
 )
+from readyplane_agent.engines.modelled.core_stages import StagedEngineModel
 
 KV_EVENTS_MAX = 65_536
 
@@ -72,13 +72,26 @@ class _Told:
 
 
 class SimEngine:
-    """One engine of one worker."""
+    """One engine of one worker.
 
-    def __init__(self, profile: ClassProfile, *, block_size: int, clock: Clock) -> None:
-        self.model = EngineModel(
+    Args:
+        graph_blocks: KV blocks that its graphs will take, of one that comes up without them and runs
+            as an eager one until it has them; None for a whole start.
+    """
+
+    def __init__(
+        self,
+        profile: ClassProfile,
+        *,
+        block_size: int,
+        clock: Clock,
+        graph_blocks: int | None = None,
+    ) -> None:
+        self.model = StagedEngineModel(
             profile,
             block_size=block_size,
-            kv_blocks=max(1, profile.kv_capacity_tokens // block_size),
+            kv_blocks=max(1, profile.kv_capacity_tokens // block_size) + (graph_blocks or 0),
+            iteration_factor=1.0 if graph_blocks is None else profile.eager_factor,
         )
         self.profile = profile
         self.dead = ""
@@ -149,6 +162,25 @@ class SimEngine:
         """The KV of a D leg is there."""
         if not self.dead:
             self.model.kv_arrived(request_id, self._now_s())
+            self._pump()
+
+    def withhold(self, blocks: int) -> bool:
+        """Take free KV blocks for graphs; False where there are not so many now."""
+        taken = not self.dead and self.model.withhold(blocks, self._now_s())
+        if taken:
+            self._pump()
+        return taken
+
+    def return_withheld(self) -> None:
+        """What graphs took is KV again."""
+        if not self.dead:
+            self.model.return_withheld(self._now_s())
+            self._pump()
+
+    def run_at(self, factor: float) -> None:
+        """From the next iteration on every time is the profile's times `factor`."""
+        if not self.dead:
+            self.model.run_at(factor, self._now_s())
             self._pump()
 
     def stall(self) -> None:

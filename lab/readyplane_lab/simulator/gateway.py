@@ -19,7 +19,8 @@ from readyplane.ports import Mover, Pair, Router
 from readyplane_agent.engines.modelled.core_events import EngineRequest, Finished, RequestMode
 from readyplane_lab.simulator.engine import Leg, LegFailed, SimEngine
 from readyplane_lab.simulator.links import SharedLinks
-from readyplane_lab.simulator.worker import BLOCK_SIZE, SimWorker
+from readyplane_lab.simulator.site import BLOCK_SIZE
+from readyplane_lab.simulator.worker import SimWorker
 from readyplane_lab.workload.request import WorkloadRequest, prompt_hashes
 
 REPAIRS_MAX = 1

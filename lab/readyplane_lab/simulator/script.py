@@ -19,9 +19,10 @@ from readyplane_lab.simulator import faults
 from readyplane_lab.simulator.actuator import SimActuator
 from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.simulator.router import SimRouter
+from readyplane_lab.simulator.site import Mishap
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.telemetry import SteppedClock, Telemetry
-from readyplane_lab.simulator.worker import Mishap, SimWorker
+from readyplane_lab.simulator.worker import SimWorker
 
 NO_LEADER = 0
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
@@ -153,7 +154,7 @@ class Script:
                             replace(order, standby=True), leader_epoch=NO_LEADER
                         )
             case do.Activate(role=role, count=count):
-                waiting = [w for w in actuator.living.values() if w.loaded and w.order.role is role]
+                waiting = [w for w in actuator.living.values() if w.waits and w.order.role is role]
                 for worker in waiting[:count]:
                     with contextlib.suppress(ReadyplaneError):
                         await self._stage.router.activate(worker.order.worker_id)

@@ -32,6 +32,8 @@ class StartUpModel:
         cached_share: of starts whose node holds the weights already, read at `disk_bytes_per_s`.
         compiled_share: of starts that find the compile cache warm: compiling takes `compiled_s`.
         activate_s: a standby that is to serve. flip_s: a drained worker that changes its stage.
+        graph_kv_tokens: KV that the graphs of a start in stages take when they come; before, it is
+            served with. 0 as of an engine that has no account of its device.
     """
 
     provision_s: float = 0.3
@@ -59,6 +61,7 @@ class StartUpModel:
     compiled_s: float = 0.1
     activate_s: float = 1.0
     flip_s: float = 1.0
+    graph_kv_tokens: int = 0
 
     def seconds(self, name: SegmentName, draws: Draws, *start: object) -> float:
         """One segment of one start; `start` names it, so that every run draws alike."""

@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
-from readyplane.core import gate_checks as gc
 from readyplane.core.errors import (
     LostLease,
     NotFound,
@@ -23,22 +21,18 @@ from readyplane.core.errors import (
     StaleEpoch,
     Unavailable,
 )
-from readyplane.core.identity import KvFormat
 from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.profile import ClassProfile
 from readyplane.core.startup import Segment, SegmentName, StartMode, WeightTier
-from readyplane.core.worker import CheckResult, Lease, Role, Serving, StartProgress, WorkerOffer
-from readyplane.kit.clock import Clock
-from readyplane.ports import Directive, Order, RankReport, Renewal, Router
+from readyplane.core.worker import Holds, Lease, Role, Serving, StartProgress, WorkerOffer
+from readyplane.ports import Directive, Order, RankReport, Renewal
 from readyplane_agent.lifecycle import STARTS, Event, State, holds_lease, step
-from readyplane_lab.simulator.artifact import Artifacts
 from readyplane_lab.simulator.engine import SimEngine
+from readyplane_lab.simulator.evidence import checks_of, serving_of
+from readyplane_lab.simulator.graphs import Staging
 from readyplane_lab.simulator.ledger import Account, Part
-from readyplane_lab.simulator.nodes import Nodes
-from readyplane_lab.simulator.sources import WeightSources
-from readyplane_lab.simulator.startup import Draws, StartUpModel
+from readyplane_lab.simulator.site import Begin, Mishap, Phase, Site
 
-BLOCK_SIZE = 16
 COMPILING = frozenset({SegmentName.COMPILE, SegmentName.CUDA_GRAPH})
 ASKED_AGAIN_MAX = 8
 REACH_EVERY_S = 0.5
@@ -46,53 +40,6 @@ NEWS_S = 0.5
 """How often it renews while it stands by or drains, as an agent does."""
 
 Answer = TypeVar("Answer")
-
-
-class Begin(StrEnum):
-    """How an allocation comes to serve."""
-
-    COLD = "cold"
-    FIRST = "first"  # as cold, some time before the first request: no other start was in its way
-    STANDBY = "standby"  # loaded, then waits to be activated
-
-
-class Mishap(StrEnum):
-    """What may become of a start."""
-
-    HANGS = "hangs"
-    FAILS = "fails"
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """What all workers of a world share.
-
-    Attributes:
-        mishap: asked once a start, when the weights are there: what becomes of it, None for well.
-        block_size: tokens of a KV block.
-    """
-
-    router: Router
-    artifacts: Artifacts
-    startup: StartUpModel
-    sources: WeightSources
-    nodes: Nodes
-    draws: Draws
-    clock: Clock
-    mishap: Callable[[Role], Mishap | None] = lambda _role: None
-    block_size: int = BLOCK_SIZE
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """What an allocation was before it changed its stage; virtual seconds."""
-
-    pool: str
-    allocated_s: float
-    ready_s: float | None
-    drain_s: float | None
-    released_s: float | None
-    tier: WeightTier
 
 
 class SimWorker:
@@ -131,7 +78,14 @@ class SimWorker:
         self.profile = profile
         self.account = account
         self.begin = begin
-        self.engine = SimEngine(profile, block_size=site.block_size, clock=site.clock)
+        staged = order.graph_stages and order.mode is not StartMode.EAGER
+        graph_blocks = site.startup.graph_kv_tokens // site.block_size
+        self.engine = SimEngine(
+            profile,
+            block_size=site.block_size,
+            clock=site.clock,
+            graph_blocks=graph_blocks if staged else None,
+        )
         self.engine.on_busy = account.busy
         self.state = State.NEW
         self.tier = WeightTier.UNKNOWN
@@ -156,6 +110,23 @@ class SimWorker:
         self._reopen = reopen
         self._pool = str(order.role)
         self._served = False
+        self._begun_s = self.born_s
+        self._word = asyncio.Event()
+        self._imported_s: float | None = None
+        self._staging: Staging | None = None
+        if staged:
+            self._staging = Staging(
+                order,
+                self._manifest,
+                self.engine,
+                profile=self._told.name,
+                kv_blocks=graph_blocks,
+                seconds=self._seconds_of_all,
+                router=site.router,
+                clock=site.clock,
+                lease=self._held,
+                told=self._told_anew,
+            )
         self.task = asyncio.get_running_loop().create_task(self._live())
 
     @property
@@ -196,9 +167,9 @@ class SimWorker:
         )
 
     @property
-    def loaded(self) -> bool:
-        """Whether a standby could serve at once."""
-        return self.state is State.STANDBY
+    def waits(self) -> bool:
+        """Whether a standby waits for its word, with weights or with a process only."""
+        return self.state in (State.STANDBY, State.BARE)
 
     def told_to_drain(self) -> None:
         """The router will send nothing new here."""
@@ -222,6 +193,8 @@ class SimWorker:
             self.failure = self.failure or str(error)
             await self._leave("the start failed")
         finally:
+            if self._staging is not None:
+                self._staging.stop()
             self._site.sources.remove_peer(self.order.worker_id)
             self.engine.kill(self.failure or "the worker has left")
             self.released_s = self._site.clock.monotonic_s()
@@ -231,8 +204,10 @@ class SimWorker:
     async def _start(self) -> None:
         await self._run(SegmentName.SCHEDULE, self._seconds(SegmentName.SCHEDULE))
         await self._in_reach()
-        self._lease = await self._site.router.register(self._offer())
+        self._take(await self._site.router.register(self._offer()))
         self._tell(Event.LEASE_GRANTED)
+        if self.order.standby and self.order.holds is Holds.PROCESS and not await self._wait_bare():
+            return
         await self._rank("scheduled")
         async with self._renews():
             await self._load()
@@ -252,7 +227,8 @@ class SimWorker:
         """Every segment of a start up to the canary."""
         site, names = self._site, list(self._site.startup.segments)
         for name in names[:2]:
-            await self._drawn(name)
+            if name is not SegmentName.RUNTIME_IMPORT or self._imported_s is None:
+                await self._drawn(name)
         self._tell(Event.SOURCES_PLANNED)
         self._segments.append(Segment(SegmentName.WEIGHT_TRANSFER, site.clock.monotonic_s(), None))
         cached = site.startup.is_cached(site.draws, *self._named)
@@ -282,7 +258,7 @@ class SimWorker:
         self.ready_s = self.drain_s = None
         self.tier = WeightTier.L0_PEER_GPU
         await self._in_reach()
-        self._lease = await self._site.router.register(self._offer())
+        self._take(await self._site.router.register(self._offer()))
         self._tell(Event.TURNED)
         async with self._renews():
             await self._rank("connected")
@@ -293,8 +269,38 @@ class SimWorker:
         self._tell(Event.CANARY_PASSED)
         await self._join()
 
+    async def _wait_bare(self) -> bool:
+        """Wait with an imported process, holding nothing; the start begins with the word to serve.
+
+        False when it was not wanted and has left.
+        """
+        began_s = self._site.clock.monotonic_s()
+        async with self._renews():
+            await self._drawn(SegmentName.RUNTIME_IMPORT)
+        self._imported_s = self._site.clock.monotonic_s() - began_s
+        self._tell(Event.IMPORTED)
+        self.account.become(Part.STANDBY)
+        while True:
+            words = {d.kind for d in await self._renew()}
+            if words & {"drain", "leave", "stop"}:
+                self._tell(Event.LEAVE_ASKED)
+                await self._leave("it stood by and is not needed")
+                return False
+            if "activate" in words:
+                break
+            await self._told_or(NEWS_S)
+        now_s = self._begun_s = self._site.clock.monotonic_s()
+        self._tell(Event.ACTIVATE_ASKED)
+        self.account.become(Part.BOOT)
+        name, saved_s = SegmentName.RUNTIME_IMPORT, self._imported_s
+        self._segments = [Segment(name, now_s, now_s, modelled=True, saved_s=saved_s)]
+        await self._renew()  # it waits no more: its group is to form from now on
+        return True
+
     async def _placed(self) -> None:
         self._tell(Event.ENGINE_UP)
+        if self._staging is not None:
+            await self._staging.came_up()
         await self._rank("connected")
         await self._rank("placed")
 
@@ -318,13 +324,20 @@ class SimWorker:
     async def _join(self) -> None:
         """Hand the evidence in; whoever is not admitted ends."""
         group_epoch = await self._rank("canary_passed")
+        serving = self._serving()
         verdict = await self._asked(
             lambda: self._site.router.admit(
                 self.order.worker_id,
                 self.incarnation,
                 self._epoch,
-                serving=self._serving(),
-                checks=self._checks(group_epoch),
+                serving=serving,
+                checks=checks_of(
+                    self._manifest,
+                    blocks=serving.kv_total_blocks,
+                    profile=self._told,
+                    epoch=self._epoch,
+                    group_epoch=group_epoch,
+                ),
             )
         )
         if not verdict.admitted:
@@ -333,11 +346,13 @@ class SimWorker:
             raise Refused("admission", verdict.reasons)
         self._tell(Event.STOOD_BY if verdict.standby else Event.ADMITTED)
         self._serves()
+        if self._staging is not None and self.state is State.READY:
+            self._staging.begin(serving)
 
     async def _serve(self) -> None:
         """Renew, and follow the words that come with it, until the word to leave."""
         drained: asyncio.Task[None] | None = None
-        while True:
+        while self.state is not State.LEAVING:
             done = drained is not None and drained.done()
             words = {d.kind: d for d in await self._renew(drained=done)}
             if words.keys() & {"leave", "stop"}:
@@ -346,6 +361,7 @@ class SimWorker:
                 return
             if self.state is State.REJOINING:
                 drained = None  # a router that came back empty knows of no drain
+                await self._interrupt("the router had lost it")
                 await self._join()
             flip = words.get("flip")
             if "activate" in words and self.state is State.STANDBY:
@@ -356,6 +372,7 @@ class SimWorker:
                     await self._leave("it stood by and is not needed")
                     return
                 self._tell(Event.DRAIN_ASKED)
+                await self._interrupt("it is to leave")
                 drained = drained or asyncio.get_running_loop().create_task(self.engine.idle())
             elif flip is not None and flip.role is not None:
                 if self.state is State.READY and flip.role is not self.role:
@@ -363,10 +380,28 @@ class SimWorker:
                     drained = asyncio.get_running_loop().create_task(self.engine.idle())
                 if self.state is State.FLIPPING and flip.deadline_s == 0.0:
                     drained = None
+                    await self._interrupt("it changes the stage")
                     await self._turn(flip.role)
             assert self._lease is not None
             soon = self.state in (State.STANDBY, State.DRAINING, State.FLIPPING)
-            await self._site.clock.sleep(NEWS_S if soon else self._lease.ttl_s / 3)
+            await self._told_or(NEWS_S if soon else self._lease.ttl_s / 3)
+
+    async def _interrupt(self, why: str) -> None:
+        if self._staging is not None:
+            await self._staging.interrupt(why)
+
+    async def _told_or(self, seconds: float) -> None:
+        """Until the router has something to say, or so long."""
+        waits = [
+            asyncio.ensure_future(self._site.clock.sleep(seconds)),
+            asyncio.ensure_future(self._word.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._word.clear()
 
     @contextlib.asynccontextmanager
     async def _renews(self) -> AsyncIterator[None]:
@@ -413,6 +448,7 @@ class SimWorker:
             load=self.engine.load() if self.ready_s is not None else None,
             kv_events=batches,
             drained=drained,
+            stands_by=Holds.PROCESS if self.state is State.BARE else None,
         )
 
     async def _leave(self, reason: str) -> None:
@@ -441,7 +477,7 @@ class SimWorker:
 
     async def _again(self) -> None:
         """The lease anew, under the same incarnation; the router knows whether that may be."""
-        self._lease = await self._site.router.register(self._offer())
+        self._take(await self._site.router.register(self._offer()))
         self._tell(Event.LEASE_REGRANTED)
         self._kv_anew, self._told_ready = True, False
         if self._step and self.state in STARTS:
@@ -449,10 +485,22 @@ class SimWorker:
 
     # ------------------------------------------------------------------ parts
 
+    def _held(self) -> Lease:
+        assert self._lease is not None
+        return self._lease
+
+    def _take(self, lease: Lease) -> None:
+        self._lease = lease
+        listen = self._site.router.hear
+        listen(lease.worker_id, lease.incarnation, lambda _: self._word.set())
+
+    def _told_anew(self) -> None:
+        """What renewals tell of the start has changed."""
+        self._told_ready = False
+
     @property
     def _epoch(self) -> int:
-        assert self._lease is not None
-        return self._lease.epoch
+        return self._held().epoch
 
     def _tell(self, event: Event) -> None:
         self.state = step(self.state, event)
@@ -461,9 +509,14 @@ class SimWorker:
         await self._run(name, self._seconds(name))
 
     def _seconds(self, name: SegmentName) -> float:
-        """An eager start compiles nothing and captures nothing; what is compiled ahead is loaded."""
-        if self.order.mode is StartMode.EAGER and name in COMPILING:
+        """An eager start compiles nothing and captures nothing, one in stages not before it serves;
+        what is compiled ahead is loaded.
+        """
+        if (self.order.mode is StartMode.EAGER or self._staging is not None) and name in COMPILING:
             return 0.0
+        return self._seconds_of_all(name)
+
+    def _seconds_of_all(self, name: SegmentName) -> float:
         if self.order.mode is StartMode.AOT and name is SegmentName.COMPILE:
             return self._site.startup.compiled_s
         return self._site.startup.seconds(name, self._site.draws, *self._named)
@@ -507,58 +560,21 @@ class SimWorker:
             mode=order.mode,
             convertible=order.convertible_tpot_s > 0,
             standby=order.standby and not self._served,
+            holds=order.holds,
         )
 
     def _progress(self) -> StartProgress:
-        return StartProgress(self.born_s, self._site.clock.monotonic_s(), tuple(self._segments))
+        later = () if self._staging is None else self._staging.segments
+        segments = (*self._segments, *later)
+        return StartProgress(self._begun_s, self._site.clock.monotonic_s(), segments)
 
     def _serving(self) -> Serving:
-        config = self._manifest.config
-        return Serving(
+        return serving_of(
+            self.order,
+            self._manifest,
+            self.engine,
             engine_url=self.engine_url,
-            kv=KvFormat(self._manifest.digest, block_size=self._site.block_size),
-            kv_total_blocks=self.engine.model.pool.total,
-            block_size=self._site.block_size,
-            max_model_len=int(config["max_model_len"]),
-            profile=self._told.name,
-            max_num_seqs=self.engine.model.max_num_seqs,
-            tokenizer_digest=self._manifest.tokenizer_digest,
+            profile=self._told,
             tier=self.tier,
-            mode=self.order.mode,
-            flips=True,
+            stage=None if self._staging is None else self._staging.stage,
         )
-
-    def _checks(self, group_epoch: int) -> tuple[CheckResult, ...]:
-        manifest = self._manifest
-        golden = manifest.canary.golden_token_ids if manifest.canary else ()
-        chunks = sum(len(f.chunks) for f in manifest.files)
-        blocks = self.engine.model.pool.total
-        evidence: dict[str, dict[str, Any]] = {
-            gc.MODEL_REVISION: {"manifest_digest": manifest.digest},
-            gc.TOKENIZER_REVISION: {"tokenizer_digest": manifest.tokenizer_digest},
-            gc.TENSOR_CHECKSUMS: {"chunks_verified": chunks, "chunks_total": chunks, "failed": []},
-            gc.SHARD_COVERAGE: {
-                "tensors": len(manifest.tensors),
-                "tensors_expected": len(manifest.tensors),
-                "missing": [],
-                "ranks": self._manifest.tp,
-                "rank_tensors": [len(manifest.tensors)] * self._manifest.tp,
-            },
-            gc.KV_CONNECTOR: {"outbound": True, "inbound": True, "detail": "modelled"},
-            gc.CANARY: {"token_ids": list(golden), "eos_ok": True, "sampling_ok": True},
-            gc.BASICS: {
-                "eos": True,
-                "max_tokens": True,
-                "structured": gc.NOT_OFFERED,
-                "sampling": gc.NOT_OFFERED,
-                "quantisation": gc.NOT_TOLD,
-                "kv_dtype": gc.NOT_TOLD,
-            },
-            gc.KV_POOL: {"kv_total_blocks": blocks, "free_blocks": blocks},
-            # Prompts have no tokens here: engines and router are given the same hashes.
-            gc.KV_HASHES: {"token_ids": [], "block_size": 0, "told": []},
-            gc.PROFILE: {"name": self._told.name, "digest": self._told.digest},
-            gc.LEASE: {"epoch": self._epoch},
-            gc.GROUP: {"group_epoch": group_epoch},
-        }
-        return tuple(CheckResult(name, passed=True, evidence=e) for name, e in evidence.items())

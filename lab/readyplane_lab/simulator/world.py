@@ -21,7 +21,7 @@ from readyplane.core.errors import InvalidField, NotFound, Unavailable
 from readyplane.core.profile import ClassProfile, LinkClass
 from readyplane.core.startup import StartMode
 from readyplane.core.work import Slo
-from readyplane.core.worker import Role
+from readyplane.core.worker import Holds, Role
 from readyplane.kit.clock import cpu_s
 from readyplane.ports import Order
 from readyplane_lab.simulator import invariants
@@ -35,12 +35,13 @@ from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
 from readyplane_lab.simulator.nodes import Nodes
 from readyplane_lab.simulator.router import SimRouter
 from readyplane_lab.simulator.script import Mishaps, Script, Stage
+from readyplane_lab.simulator.site import BLOCK_SIZE, Begin, Site
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 from readyplane_lab.simulator.telemetry import SteppedClock, Telemetry
 from readyplane_lab.simulator.unmodelled import refuse_unmodelled
 from readyplane_lab.simulator.watch import Witness
-from readyplane_lab.simulator.worker import BLOCK_SIZE, Begin, SimWorker, Site
+from readyplane_lab.simulator.worker import SimWorker
 from readyplane_lab.simulator.world_result import (
     WorldResult,
     columns_of,
@@ -257,6 +258,8 @@ class World:
             if self.policy.start_mode == "auto"
             else StartMode(self.policy.start_mode),
             convertible_tpot_s=self._convertible_tpot_s if role is Role.DECODE else 0.0,
+            holds=Holds(pool.standby_holds),
+            graph_stages=self.policy.graph_stages and self.policy.start_mode != "eager",
         )
 
     @property
@@ -406,7 +409,7 @@ class World:
                     order = replace(order, standby=how is Begin.STANDBY)
                     workers.append(self.actuator.begin(order, how))
         deadline_s = self.clock.monotonic_s() + READY_WITHIN_S
-        while any(w.ready_s is None and not w.loaded for w in workers):
+        while any(w.ready_s is None and not w.waits for w in workers):
             lost = any(w.released_s is not None for w in workers)
             await self._await_ready(0.0 if lost else deadline_s)
 

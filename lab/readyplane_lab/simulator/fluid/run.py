@@ -78,7 +78,7 @@ def _of_one_class(policy: Policy) -> Policy:
 
 def _check(policy: Policy) -> None:
     """Refuse what a fluid has not: workers that change their stage."""
-    refuse_unmodelled(policy)
+    refuse_unmodelled(policy, fluid=True)
     if policy.flip:
         remedy = "play it by events, or leave it out"
         raise InvalidField("policy.flip", policy.flip, remedy)
