@@ -31,8 +31,8 @@ What prefix caches hold is told per worker for single rows: a worker holds every
 computed, and a prompt goes to whoever is through with it first, given what each one holds. What has
 been evicted is judged by one cache, least recently used first out, as large as those of the first
 prefill workers together. Rows of many requests find what that one cache holds. There is no
-preemption. A drained worker leaves at its second lease renewal, a crashed one is shown for as long
-as its lease lasts. The planner's signals are exact and of this moment, where engines in the event
+preemption. A drained worker leaves with its first renewal after it has become idle, every half
+second, and a crashed one is shown for as long as its lease lasts. The planner's signals are exact and of this moment, where engines in the event
 mode report every two seconds.
 
 Steps of `step_s` only pace the floor: within one, arrivals, starts, prefill and decode keep their

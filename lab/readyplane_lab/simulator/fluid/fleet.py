@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -12,8 +13,8 @@ from readyplane_lab.simulator.outcome import Life
 
 LEASE_S = 6.0
 """A worker that is gone without a word is counted by the router for so long."""
-RENEWAL_S = LEASE_S / 3
-"""A worker hears of its drain and asks to leave when it renews its lease."""
+NEWS_S = 0.5
+"""A worker that drains says so often whether it is idle."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,17 +86,12 @@ class FluidWorker:
             return self.lost_until_s is not None and now_s < self.lost_until_s
         return self.provisioned_s <= now_s and not self.hidden
 
-    def renewal_after(self, at_s: float) -> float:
-        """Its first lease renewal at or after that second."""
-        ready_s = self.ready_s or 0.0
-        return ready_s + RENEWAL_S * max(0, -int(-(at_s - ready_s) // RENEWAL_S))
-
     def leave_s(self, idle_s: float) -> float:
-        """When it is gone: it heard of the drain at one renewal and says at a later one that it
-        is idle.
+        """When it is gone: it heard of the drain at once, and says with the first renewal after it
+        has become idle that it is.
         """
-        heard_s = self.renewal_after(self.drain_s or 0.0)
-        return self.renewal_after(max(idle_s, heard_s + 1e-6))
+        heard_s = self.drain_s or 0.0
+        return heard_s + NEWS_S * max(1, math.ceil((idle_s - heard_s) / NEWS_S))
 
     def life(self, end_s: float) -> Life:
         """For the result."""

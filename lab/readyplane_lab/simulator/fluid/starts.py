@@ -16,8 +16,6 @@ from readyplane_lab.simulator.fluid.fleet import FluidWorker
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
 
-HEARD_S = 0.25
-"""Until a standby hears of its word, on the mean: it renews twice a second."""
 BEFORE_WEIGHTS = 2
 """Segments that come before the weights: import, and finding the sources."""
 
@@ -102,12 +100,12 @@ class Starts:
         self._push(now_s, worker)
 
     def activate(self, worker: FluidWorker, now_s: float) -> None:
-        """A standby that is loaded serves shortly: it hears of it with its next renewal."""
+        """A standby that is loaded serves shortly: it hears of it at once."""
         self._courses[worker] = self._activated(worker)
         self._push(now_s, worker)
 
     async def _activated(self, worker: FluidWorker) -> WeightTier:
-        await self._clock.sleep(HEARD_S + self._model.activation_s(self._draws, *worker.named))
+        await self._clock.sleep(self._model.activation_s(self._draws, *worker.named))
         return worker.tier
 
     @property
