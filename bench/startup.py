@@ -74,8 +74,8 @@ def modelled_engine(*, quick: bool) -> Engine:
             f"--engine-arg=--device-bytes={DEVICE_BYTES}",
             f"--engine-arg=--modelled-segments={SEGMENTS_QUICK if quick else SEGMENTS}",
         ),
-        # Another byte in use on the device, and no size that was measured before holds (R16.1).
-        full_arg="--engine-arg=--device-taken-bytes={number}",
+        # Other co-tenants on the device, and no size that was measured before holds (R16.1).
+        full_arg="--engine-arg=--device-taken-bytes={taken}",
     )
 
 

@@ -35,6 +35,7 @@ from bench.startup_cells import (
 from readyplane.client import RegistryClient, RouterClient
 from readyplane.core.errors import Unavailable
 from readyplane.core.identity import ArtifactKind
+from readyplane.core.kv_profile import CO_TENANT_STEP_BYTES
 from readyplane.core.startup import LATER, Segment, SegmentName, critical_path
 from readyplane.core.worker import Worker, WorkerState
 from readyplane.kit.clock import SystemClock
@@ -61,8 +62,9 @@ class Engine:
     """How agents of one engine are started.
 
     Attributes:
-        name: engine adapter. role: stage of its workers. args: of every agent. full_args: of a start that has to measure its KV
-            size, given the number of the start. environment: added. limit_s: of one start.
+        name: engine adapter. role: stage of its workers. args: of every agent. full_arg: of a start
+            that has to measure its KV size, given how much of the device others have, in bytes.
+            environment: added. limit_s: of one start.
         sizes_kv: whether it measures and reuses a KV size at all.
     """
 
@@ -178,7 +180,10 @@ class Site:
         name = f"w{number}"
         cache = self.local if cell.weights == LOCAL else self.folder / f"node-{name}"
         key = KEPT if cell.code in {HIT, EAGER} else LOST
-        more = (self.engine.full_arg.format(number=number),) if cell.kv == FULL else ()
+        taken = (
+            number * CO_TENANT_STEP_BYTES
+        )  # less would be the same co-tenants, and their size hold
+        more = (self.engine.full_arg.format(taken=taken),) if cell.kv == FULL else ()
         words = self.words(name, mode=cell.mode, cache=cache, key=key)
         words += [word for word in more if word]
         try:

@@ -112,11 +112,12 @@ class Reuse:
             outcome = await self._compiled.prepare(spec, manifest)
             text = f"compiled code: none in mode {spec.mode}" if outcome is None else str(outcome)
             span.detail = text
-        try:
-            key = await self._compiled.key_of(spec, manifest)
-        except OSError:  # said and counted above
-            return spec
         with trace.span(SegmentName.ARTIFACT_DISCOVERY, "KV size") as span:
+            try:  # a start that compiles nothing finds its key only here, and that takes its time
+                key = await self._compiled.key_of(spec, manifest)
+            except OSError:  # said and counted above
+                span.detail = "KV size: not looked for without a key"
+                return spec
             spec, span.detail = await self._kv.prepare(spec, manifest, key)
         return spec
 
