@@ -155,6 +155,7 @@ def test_an_input_without_its_data_is_skipped_and_the_others_go_on(
         seeds=(3,),
         events=False,
         processes=1,
+        quick=True,
     )
     proof = prove.prove(ask, tmp_path)
     assert [one.scenario for one in proof.centre] == ["flash-crowd"]

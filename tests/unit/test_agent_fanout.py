@@ -244,6 +244,7 @@ async def test_a_drain_is_bounded() -> None:
     art = artifact(floats=400_000)
     async with peer(art, "w1", bytes_per_s=1e6) as (leaving, _, one):
         load, arena, plan = make(art, TwinRegistry(), one)
+        load._limit_s = 5.0  # until then it hopes for another source
         running = asyncio.create_task(load.run(plan))
         while not leaving.bytes_served:
             await asyncio.sleep(0.005)
