@@ -37,7 +37,7 @@ from readyplane.core.errors import Unavailable
 from readyplane.core.identity import ArtifactKind
 from readyplane.core.kv_profile import CO_TENANT_STEP_BYTES
 from readyplane.core.startup import LATER, Segment, SegmentName, critical_path
-from readyplane.core.worker import Worker, WorkerState
+from readyplane.core.worker import Holds, Worker, WorkerState
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.settings import AgentSettings
 from readyplane_registry.ingest import Facts, RemoteBlobs, publish_directory
@@ -240,6 +240,8 @@ class Site:
                 told = worker.progress is not None and bool(worker.progress.segments)
                 if state is WorkerState.STANDBY or (told and _whole(worker)):
                     return worker
+            if state is WorkerState.READY and worker is not None and _waits_again(worker):
+                raise NotStarted(f"{name} lost its lease, and its word with it: it stands by")
             ended = self.own.table.returncode(name) is not None
             if ended or self.clock.monotonic_s() > until_s:
                 how = "ended" if ended else f"was not {state} within {self.engine.limit_s:.0f} s"
@@ -252,6 +254,11 @@ class Site:
             return (await self.router.list_workers(MODEL)).workers.get(name)
         except Unavailable:
             return None
+
+
+def _waits_again(worker: Worker) -> bool:
+    """Whether a standby has loaded and was told nothing: a router that lost it has forgotten."""
+    return worker.state is WorkerState.STANDBY and worker.holds is Holds.WEIGHTS
 
 
 def _proves(worker: Worker | None) -> bool:
