@@ -24,6 +24,7 @@ from readyplane_agent.engines.port import EnginePort
 from readyplane_router import rpc
 from readyplane_router.epochs import MemoryEpochs
 from readyplane_router.policy import RouterPolicy
+from readyplane_router.prefix.index import Limits
 from readyplane_router.service import RouterService
 from readyplane_router.store import MemoryStore
 from tests.engine.engine_world import ModelledFactory, modelled_factory
@@ -62,8 +63,8 @@ class Stack:
         return (await self.router.signals()).models[MODEL]
 
     async def all_free(self) -> None:
-        """Within a second nothing is reserved, in the router or in an engine."""
-        for _ in range(100):
+        """Soon nothing is reserved, in the router or in an engine."""
+        for _ in range(1500):
             await asyncio.sleep(0.02)
             desk = self.router.desks[MODEL]
             living = [e for e in self.engines.values() if e.returncode is None]
@@ -96,7 +97,8 @@ async def running(factory: ModelledFactory, names: Sequence[str]) -> AsyncIterat
             registry=Registry(factory.manifest),
             profiles={PROFILE: profiles.load(PROFILE)},
             incarnation="router-1",
-            policy=RouterPolicy(),
+            # Nobody publishes an engine's events here: what was routed is known as long as the test lasts.
+            policy=RouterPolicy(prefix=Limits(speculative_ttl_s=600.0, approximate_ttl_s=600.0)),
         )
         await router.start()
         server = ServiceServer("router", ServiceSettings())

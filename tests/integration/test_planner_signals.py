@@ -37,6 +37,7 @@ from readyplane_planner.signals import Kind
 from readyplane_planner.sources import NoRouter, Sources
 from tests.unit.planner_world import MODEL, HandClock, World, policy
 
+WITHIN_S = 2.0  # for any target: a busy machine is no target that hangs
 SELECTOR = f'model_name="{MODEL}",namespace="prod"'
 
 
@@ -129,7 +130,7 @@ def queries(**changes: Any) -> dict[str, Any]:
 
 def document(made: Fakes, workers: dict[str, str], **changes: Any) -> dict[str, Any]:
     return {
-        "within_s": 0.3,
+        "within_s": WITHIN_S,
         "prometheus": {
             "url": made.url,
             "selector": {"model_name": MODEL, "namespace": "prod"},
@@ -219,8 +220,8 @@ async def test_a_planner_without_a_router_advises_from_queries_and_engines(tmp_p
         began = time.perf_counter()
         clock.now_s += 1.0
         decision = await service.tick()
-        assert time.perf_counter() - began < 1.0
-        assert any("p-2: no metrics within 0.3 s" in r.text for r in decision.why)
+        assert time.perf_counter() - began < 4 * WITHIN_S
+        assert any(f"p-2: no metrics within {WITHIN_S:g} s" in r.text for r in decision.why)
         assert decision.prefill.counts.ready == 2, "one missed page is no lost worker"
         assert decision.prefill.target >= before.prefill.target
 
@@ -243,14 +244,14 @@ async def test_loop_time_does_not_grow_with_the_targets_that_hang(tmp_path: Path
     async with fakes() as made:
         made.values = dict(LOAD)
         made.pages = {name: vllm(1.0, running=1) for name in names}
-        # Wide, so that a busy machine is no target that hangs; eight in turn would take eight times.
-        told = document(made, names, within_s=1.0)
+        # Eight in turn would take eight times as long.
+        told = document(made, names)
         sources = sources_of(tmp_path, told, clock, alone=True)
         for hanging in (1, 8):
             made.hanging = set(list(names)[:hanging])
             began = time.perf_counter()
             seen = await sources.look(())
-            assert time.perf_counter() - began < 3.0
+            assert time.perf_counter() - began < 4 * WITHIN_S
             assert len(seen.engines) == 8 - hanging
             assert {s.source for s in seen.outside.silent} == made.hanging
         made.hanging = {"arrivals"}
@@ -435,21 +436,23 @@ async def test_the_process_plans_without_a_router_and_advises(
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):
                 while not ready.exists():
                     assert process.returncode is None, "it ended by itself"
                     await asyncio.sleep(0.1)
                 url = json.loads(ready.read_text())["http"]
                 async with aiohttp.ClientSession(url) as http:
                     desired, state = 0, dict[str, Any]()
-                    while desired < 3:
+                    missing: dict[str, int] | None = None
+                    # Of a page that did not come in time more is missing, for that moment.
+                    while missing != {"iterations_total": 1} or desired < 3:
                         await asyncio.sleep(0.2)
                         state = await (await http.get("/v1/state")).json()
-                        desired = state.get("pools", {}).get("prefill", {}).get("desired", 0)
+                        pools = state.get("pools", {})
+                        desired = pools.get("prefill", {}).get("desired", 0)
+                        missing = pools.get("decode", {}).get("missing_capability")
                     assert [w["worker_id"] for w in state["workers"][:2]] == ["d-1", "p-1"]
                     assert "advisory" in state["degraded"]
-                    missing = state["pools"]["decode"]["missing_capability"]
-                    assert missing == {"iterations_total": 1}
                     text = await (await http.get("/metrics")).text()
             process.send_signal(signal.SIGTERM)
             _out, log = await process.communicate()
