@@ -207,5 +207,5 @@ $(VLLM)/stamp: tools/requirements-vllm.txt tools/vllm-env.sh pyproject.toml
 	@touch $@
 
 .PHONY: test-vllm
-test-vllm: setup ## The engine port and the whole system on a real vLLM, some 20 minutes (ARGS="-k port").
+test-vllm: setup ## The engine port and the whole system on a real vLLM, some 15 minutes (ARGS="-k port").
 	@tools/test-vllm.sh $(ARGS)
