@@ -25,7 +25,20 @@ FULL_STACK_FILES = (
 # Over 15 s on two cores, the longest first. What is not here follows in the order of collection.
 LONG = (
     FULL_STACK,
+    "test_up.py",
     "test_upgrade_groups.py",
+    "test_router_cluster.py",
+    "test_registry_process.py",
+    "test_deploy_compose_run.py",
+    "test_rank_group.py",
+    "test_planner_signals.py",
+    "test_planner_leaders.py",
+    "test_router_process.py",
+    "test_engine_modelled.py",
+    "test_gateway_process.py",
+    "test_start_segments.py",
+    "test_registry_trust.py",
+    "test_transfer_process.py",
 )
 
 
