@@ -25,7 +25,7 @@ from readyplane_agent.ranges import Fault
 BLOCK_BYTES = 4096
 """What a direct read's memory, file offset and length are multiples of."""
 
-CACHED_PIECE_BYTES = 2**19
+CACHED_PIECE_BYTES = 2**20
 """Copied from the page cache at once: hashed while it is still in the processor's own cache."""
 
 DIRECT_PIECE_BYTES = 8 * 2**20
