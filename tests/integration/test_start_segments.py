@@ -35,7 +35,7 @@ ENGINE = Engine(
         f"--engine-arg=--device-bytes={DEVICE_BYTES}",
         f"--engine-arg=--modelled-segments={SHORT}",
     ),
-    full_arg="--engine-arg=--device-taken-bytes={number}",
+    full_arg="--engine-arg=--device-taken-bytes={taken}",
 )
 
 
