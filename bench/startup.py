@@ -221,7 +221,7 @@ def main() -> int:
         found = asyncio.run(run(Path(folder), given))
     print(line("bench-startup-modelled", found.get(MODELLED)))
     print(line("bench-startup", found.get(VLLM)))
-    return 0
+    return 0 if found else 1
 
 
 if __name__ == "__main__":

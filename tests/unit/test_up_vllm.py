@@ -13,13 +13,22 @@ import pytest
 from readyplane import profiles
 from readyplane.core.errors import InvalidField, Refused
 from readyplane.core.identity import Canary
+from readyplane.core.profile import ClassProfile
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import GenerateResult
+from readyplane_lab.profiling.live import Measured
 from readyplane_lab.up.golden import ask_golden
 from readyplane_lab.up.options import UpOptions
 from readyplane_lab.up.prompts import TEXT_SHARE, as_text, as_tokens, words_of
 from readyplane_lab.up.real_engine import ON_CPU, RealEngine, find_engine
-from readyplane_lab.up.reference import Reference, Subject, command, kv_bytes_per_token
+from readyplane_lab.up.reference import (
+    MEASURE_WITHIN_S,
+    Reference,
+    Subject,
+    command,
+    kv_bytes_per_token,
+    profile_in_time,
+)
 from readyplane_lab.up.serving import vllm_policy
 from readyplane_lab.workload.request import WorkloadRequest
 
@@ -163,3 +172,30 @@ def test_the_policy_is_one_worker_of_each_stage_with_a_file_laid_over_it(tmp_pat
     over.write_text('{"prefill": {"max": 2}}')
     wider = vllm_policy("m", "m:latest", ENGINE, tmp_path / "p.json", over)
     assert (wider["prefill"]["max"], wider["prefill"]["min"]) == (2, 1)
+
+
+async def test_a_busy_machine_is_measured_again_for_longer() -> None:
+    """A profile of one point is no profile; what is too little in the longest try is refused."""
+    took: list[float] = []
+    said: list[str] = []
+    enough_s = MEASURE_WITHIN_S[1]
+
+    async def measured_in(seconds: float) -> Measured:
+        took.append(seconds)
+        return cast("Measured", seconds)
+
+    def fitted(measured: Measured) -> ClassProfile:
+        if cast("float", measured) < enough_s:
+            raise InvalidField("decode points", 1, "measure at least 2")
+        return profiles.load("h200-slow10")
+
+    measured, profile = await profile_in_time(measured_in, fitted, said.append)
+    assert (measured, profile.name) == (enough_s, "h200-slow10")
+    assert took == list(MEASURE_WITHIN_S[:2])
+    assert len(said) == 1
+    assert "decode points: 1" in said[0]
+
+    enough_s = 1e9
+    with pytest.raises(InvalidField, match="decode points"):
+        await profile_in_time(measured_in, fitted, said.append)
+    assert took[2:] == list(MEASURE_WITHIN_S)
