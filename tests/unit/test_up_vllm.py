@@ -190,7 +190,8 @@ async def test_a_busy_machine_is_measured_again_for_longer() -> None:
         return profiles.load("h200-slow10")
 
     measured, profile = await profile_in_time(measured_in, fitted, said.append)
-    assert (measured, profile.name) == (enough_s, "h200-slow10")
+    assert cast("float", measured) == enough_s
+    assert profile.name == "h200-slow10"
     assert took == list(MEASURE_WITHIN_S[:2])
     assert len(said) == 1
     assert "decode points: 1" in said[0]
