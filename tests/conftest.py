@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -213,9 +212,9 @@ async def redis_client(redis_url: str) -> "AsyncIterator[redis.asyncio.Redis]":
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    from readyplane.kit.free_ports import free_ports
+
+    return free_ports("127.0.0.1", 1)[0]
 
 
 @pytest.fixture(scope="session")

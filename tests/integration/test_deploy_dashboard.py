@@ -21,6 +21,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from readyplane.kit.free_ports import free_ports
 from tests.deploy_files import DASHBOARD_FILE, PROMETHEUS_DIR, ROOT
 from tests.integration.conftest import FullStack
 
@@ -82,7 +83,7 @@ def scraping(
 ) -> Iterator[Prometheus]:
     """Our configuration with this system's addresses, and some traffic while it scrapes."""
     folder = tmp_path_factory.mktemp("prometheus")
-    port = free_port()
+    (port,) = free_ports("127.0.0.1", 1)
     document = yaml.safe_load((PROMETHEUS_DIR / "prometheus.yml").read_text())
     document["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
     document["scrape_configs"] = document["scrape_configs"][:1]
@@ -119,14 +120,6 @@ def scraping(
     finally:
         process.terminate()
         process.wait(10)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def queries() -> list[tuple[str, str, str]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from readyplane.core.errors import Unavailable
+from readyplane.kit.free_ports import free_ports
 from readyplane_lab.up.processes import LOG_TAIL_BYTES_MAX, ProcessTable
 
 HOST = "127.0.0.1"
@@ -50,10 +50,7 @@ class Server:
 
 def free_port() -> int:
     """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(HOST, 1)[0]
 
 
 def plain_environment() -> dict[str, str]:

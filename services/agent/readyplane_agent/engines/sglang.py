@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from readyplane.core.kv import KvEventBatch
 from readyplane.core.startup import Segment, SegmentName, StartMode
 from readyplane.core.worker import Role, Serving
 from readyplane.kit.clock import Clock
+from readyplane.kit.free_ports import free_ports
 from readyplane_agent.engines.attached import AttachedEngine
 from readyplane_agent.engines.child import EngineProcess, log_end
 from readyplane_agent.engines.port import EngineSpec
@@ -160,7 +160,7 @@ class SglangEngine(AttachedEngine):
         self._spec = spec
 
     async def _spawn(self, spec: EngineSpec) -> None:
-        api, meet, publish, replay = _free_ports(spec.host, 4)
+        api, meet, publish, replay = free_ports(spec.host, 4)
         self._page_tokens = _page_tokens(spec)
         bootstrap = f"{spec.host}:{meet}" if spec.role is Role.PREFILL else ""
         self._client = SglangClient(
@@ -339,13 +339,3 @@ def _kv_dtype(info: dict[str, Any]) -> str:
 
 def _backend(info: dict[str, Any]) -> str:
     return str(info.get("disaggregation_transfer_backend") or BACKEND)
-
-
-def _free_ports(host: str, count: int) -> tuple[int, ...]:
-    """Ports that were free a moment ago; SGLang has no way to choose and tell."""
-    held = [socket.create_server((host, 0)) for _ in range(count)]
-    try:
-        return tuple(s.getsockname()[1] for s in held)
-    finally:
-        for s in held:
-            s.close()

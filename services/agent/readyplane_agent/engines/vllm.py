@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from readyplane.core.kv import KvEventBatch
 from readyplane.core.startup import Segment
 from readyplane.core.worker import Serving
 from readyplane.kit.clock import Clock
+from readyplane.kit.free_ports import free_ports
 from readyplane_agent.engines.attached import AttachedEngine
 from readyplane_agent.engines.child import EngineProcess, log_end
 from readyplane_agent.engines.offers import Imported
@@ -115,7 +115,7 @@ class VllmEngine(AttachedEngine):
         gone = self._child.died()
         if gone is not None:
             raise self._explained(gone)
-        self._ports = _free_ports(spec.host, 3)
+        self._ports = free_ports(spec.host, 3)
         self._connect(
             f"http://{spec.host}:{self._ports[0]}", model=spec.model, profile=spec.profile
         )
@@ -359,13 +359,3 @@ def _resident_bytes(pid: int) -> int | None:
         except psutil.Error:
             continue
     return sum(found) or None
-
-
-def _free_ports(host: str, count: int) -> tuple[int, ...]:
-    """Ports that were free a moment ago; vLLM has no way to choose and tell."""
-    held = [socket.create_server((host, 0)) for _ in range(count)]
-    try:
-        return tuple(s.getsockname()[1] for s in held)
-    finally:
-        for s in held:
-            s.close()
