@@ -146,6 +146,7 @@ async def attached(
         "sampling_ok": True,
     }
     changed: dict[str, Any] = {**skipped, "canary": answer}
+    await worker.renew()  # whoever was slow to come here has a lease all the same
     assert await worker.admit(serves=serves, **changed) == ()
     return worker
 
