@@ -73,11 +73,16 @@ def _pids() -> list[str]:
     return [path.name for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
-def _environment(pid: int) -> set[str]:
+def _file_of(pid: int, name: str) -> bytes:
+    """A file of a process under /proc, empty when it is gone."""
     try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return set()
+        return b""
+
+
+def _environment(pid: int) -> set[str]:
+    raw = _file_of(pid, "environ").split(b"\0")
     return {v.partition(b"=")[2].decode() for v in raw if v.startswith(b"READYPLANE_RUN=")}
 
 
@@ -98,6 +103,13 @@ def test_killed_with_everything_run_again_and_stopped(tmp_path: Path) -> None:
     data, state = tmp_path / "data", tmp_path / "state"
     first = Up(data, state, "--no-load")
     first.wait_for(READY)
+    agents = [pid for pid in first.children() if b"readyplane_agent" in _file_of(pid, "cmdline")]
+    assert agents
+    for pid in agents:  # an agent asks services: no store's password is in its environment
+        told = _file_of(pid, "environ")
+        assert b"READYPLANE_TOKEN=" in told
+        assert b"READYPLANE_DATABASE_URL=" not in told
+        assert b"READYPLANE_REDIS_URL=" not in told
     book = json.loads((state / "readyplane" / "up.json").read_text())
     assert book["pid"] == first.process.pid
     killed = first.children()

@@ -125,7 +125,9 @@ async def running_stack(
                 gave_up=gave_up,
             )
         )
-        environment |= {
+        # Agents ask services, and never the stores: they are not told their passwords.
+        of_services = {
+            **environment,
             "READYPLANE_DATABASE_URL": stores.database_url,
             "READYPLANE_REDIS_URL": stores.redis_url,
         }
@@ -133,7 +135,7 @@ async def running_stack(
             table,
             run_dir=folder.run,
             logs_dir=folder.logs,
-            environment=environment,
+            environment=of_services,
             clock=clock,
             gave_up=gave_up,
             stores_whole=stores.whole,
