@@ -189,7 +189,8 @@ class Collecting:
         holders = await self._holders(digest)
         if holders:
             what = f"retirement of {digest}"
-            raise Refused(what, holders[:5], "drain these workers first")
+            remedy = "drain these workers first; a node's cache is offered by its agents alone"
+            raise Refused(what, holders[:5], remedy)
         detail = {"reason": reason[:500] or "asked for"}
         retired = await self._store.put_event(digest, "retired", detail, now_s=self._clock.wall_s())
         if retired:
