@@ -151,7 +151,8 @@ class StartProgress:
         log_tail: end of the engine's log, for a start that hangs.
         failure: why the start failed, empty while it has not.
         dead_end: of a failure that the same start would meet again wherever it is made: `bytes`
-            (wrong or missing at every source), `identity`, `trust`, `canary_missing`; else empty.
+            (wrong or missing at every source), `identity`, `trust`, `canary_missing`, `not_offered`
+            (the engine cannot what was ordered); else empty.
     """
 
     start_s: float

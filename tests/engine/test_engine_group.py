@@ -16,12 +16,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from readyplane.core.errors import Unavailable, Unsupported
+from readyplane.core.errors import Unavailable
 from readyplane.kit.clock import SystemClock
 from readyplane_agent.engines.choice import engine_for
 from readyplane_agent.engines.modelled.communicator import SILENCE_LIMIT_S
 from readyplane_agent.engines.modelled.group import ModelledGroup
-from readyplane_agent.engines.offers import SleepDepth
+from readyplane_agent.engines.offers import NotOffered, SleepDepth, Sleeps, StandsBy, offered
 from readyplane_agent.engines.port import EnginePort, EngineSpec, arena_layout
 from readyplane_agent.engines.ranks import LOST_STATUS, HasRanks, RankSpec, first_gone
 from readyplane_agent.group_arena import GroupArena
@@ -180,8 +180,11 @@ async def test_a_rank_of_another_revision_is_named_before_the_canary(factory: Gr
 async def test_what_a_group_cannot_is_refused(factory: GroupFactory) -> None:
     made = engine_for("modelled", clock=SystemClock(), tp=2)
     assert isinstance(made, ModelledGroup) and isinstance(made, HasRanks)
-    with pytest.raises(Unsupported, match="several ranks"):
+    with pytest.raises(NotOffered, match="several ranks"):
         await made.stand_by(factory.spec("bare"))
-    with pytest.raises(Unsupported, match="several ranks"):
+    with pytest.raises(NotOffered, match="several ranks"):
         await made.sleep(SleepDepth.WEIGHTS_IN_HOST)
+    for what in (StandsBy, Sleeps):
+        with pytest.raises(NotOffered, match="a standby by engine modelled in several ranks"):
+            offered(made, what, "modelled", "a standby")
     assert made.ranks() == ()

@@ -16,6 +16,7 @@ from readyplane.core.worker import Holds
 from readyplane.ports import Directive, RenewalAnswer
 from readyplane_agent import life as life_module
 from readyplane_agent import waiting as waiting_module
+from readyplane_agent.engines.modelled.group import ModelledGroup
 from readyplane_agent.engines.offers import SleepDepth
 from readyplane_agent.lifecycle import ExitCode, State
 from tests.unit.agent_world import World, begin, living, until
@@ -70,6 +71,23 @@ async def test_a_bare_standby_loads_when_it_is_told_and_its_start_is_what_came_a
         imports = [s for s in trace.segments() if s.name is SegmentName.RUNTIME_IMPORT]
         assert sum(s.saved_s for s in imports) == pytest.approx(2.5, abs=0.01)
         assert "readyplane_agent_start_saved_seconds" in w.life.metrics()
+
+
+@pytest.mark.parametrize("holds", [Holds.ASLEEP, Holds.PROCESS])
+async def test_a_group_that_is_to_wait_as_it_cannot_loads_nothing(
+    tmp_path: Path, holds: Holds
+) -> None:
+    """Every such start would meet it: it is told as a dead end, with where it ended."""
+    async with living(tmp_path, standby=True, holds=holds, tp=2) as w:
+        w.engine = ModelledGroup()  # type: ignore[assignment]
+        w.life = w._life("w1-abc")
+        async with asyncio.timeout(8.0):
+            assert await begin(w) is ExitCode.START_FAILED
+        assert "engine modelled in several ranks is not supported" in w.life.trace.failure
+        assert w.life.started.arena is None and w.life.started.manifest is None
+        told = w.router.renewals[-1].progress
+        assert told is not None and (told.dead_end, told.failure != "") == ("not_offered", True)
+        assert [s.name for s in told.segments if s.end_s is None] == [SegmentName.RUNTIME_IMPORT]
 
 
 async def test_the_word_to_serve_is_heard_without_a_renewal(

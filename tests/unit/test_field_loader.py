@@ -23,6 +23,7 @@ from readyplane.core.errors import (
     InvalidField,
     Refused,
     Unavailable,
+    Unsupported,
 )
 from readyplane.core.identity import FileEntry, Manifest
 from readyplane.core.startup import WeightTier
@@ -34,6 +35,7 @@ from readyplane_agent.adopt import adopt
 from readyplane_agent.arena import Arena
 from readyplane_agent.dead_end import dead_end
 from readyplane_agent.engines.layout import arena_layout, tensor_table_document
+from readyplane_agent.engines.offers import NotOffered
 from readyplane_agent.files import FileReader
 from readyplane_agent.loader import Loader
 from readyplane_agent.no_source import BytesNowhere
@@ -362,6 +364,8 @@ def test_b134_a_name_that_comes_twice_is_said_to() -> None:
         (Refused("trust", ["not signed"]), "trust"),
         (Refused("canary", ["sha256:… has no known answer"]), "canary_missing"),
         (Refused("start", ["canary: answered otherwise"]), ""),
+        (NotOffered("a standby that sleeps by engine modelled", "start it without"), "not_offered"),
+        (Unsupported("a compressed message", "send it as it is"), ""),
         (Unavailable("the store is away", "wait"), ""),
         (OSError("disk full"), ""),
     ],

@@ -224,7 +224,7 @@ class Life:
         self.background(self._watch_engine())
         self.background(self.giving.keep())
         self.background(self._mapped.keep())
-        self._waiting.check()
+        self._start.check()
         if self._waiting.bare:
             await self._wait_bare()
         await within(self._start.run(), limit_s=self.settings.start_limit_s, trace=self.trace)

@@ -175,11 +175,23 @@ class Start:
             keeping = reuse.keep(self._engine, manifest, compiled=whole)
             self._started.tasks.append(asyncio.create_task(keeping))
 
+    def check(self) -> None:
+        """Whether the engine can be started as ordered, before anything is loaded.
+
+        Raises:
+            NotOffered: it cannot wait so. The trace shows that it ended before the engine's start.
+        """
+        try:
+            self.waiting.check()
+        except ReadyplaneError:
+            self._trace.add(SegmentName.RUNTIME_IMPORT, self._clock.monotonic_s())
+            raise
+
     async def stand_by(self) -> None:
         """Wait with an engine process only, until it is told to load; then the start begins.
 
         Raises:
-            Unsupported: the engine cannot. Unavailable: the process does not come up.
+            NotOffered: the engine cannot. Unavailable: the process does not come up.
         """
         await self.waiting.stand_by(engine_id=self._incarnation)
         self._tell(Event.IMPORTED)

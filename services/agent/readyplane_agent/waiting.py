@@ -51,7 +51,7 @@ class Waiting:
         return self._s.standby and self._s.holds is Holds.ASLEEP
 
     def check(self) -> None:
-        """Raises Unsupported: the engine cannot wait as it was ordered to. Asked before it loads."""
+        """Raises NotOffered: the engine cannot wait as it was ordered to. Asked before it loads."""
         if self._s.standby and self._s.holds is Holds.PROCESS:
             offered(self._engine, StandsBy, self._s.engine, "a standby without weights")  # type: ignore[type-abstract]
         elif self.sleeps:

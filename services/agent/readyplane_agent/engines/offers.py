@@ -1,8 +1,9 @@
 """What an engine may offer beyond the port: to wait without weights, to sleep, to upgrade its graphs.
 
 Owns three Protocols and the values they give. An adapter implements those that its engine can do and
-leaves the others out; whoever asks for one that is left out gets `Unsupported` with the engine's name
-(`offered`), so that nobody takes an engine that cannot for one that did.
+leaves the others out, or withholds what it has from the adapter it is made of; whoever asks for one
+that is left out gets `NotOffered` with the engine's name (`offered`), so that nobody takes an engine
+that cannot for one that did.
 """
 
 from __future__ import annotations
@@ -149,12 +150,27 @@ class StagesGraphs(Protocol):
         ...
 
 
+@runtime_checkable
+class Withholds(Protocol):
+    """An adapter that has the methods of an offer from the one it is made of, and cannot do it."""
+
+    def withheld(self, what: type[object]) -> str:
+        """What it is that cannot, after the engine's name; empty for what it does offer."""
+        ...
+
+
+class NotOffered(Unsupported):
+    """The engine does not offer what a start was ordered with; no other start of it would."""
+
+
 def offered(engine: EnginePort, what: type[T], name: str, text: str) -> T:
     """The engine as one that offers `what`.
 
     Raises:
-        Unsupported: it does not; `name` is the engine's, `text` says what was wanted.
+        NotOffered: it does not; `name` is the engine's, `text` says what was wanted.
     """
-    if isinstance(engine, what):
+    why = engine.withheld(what) if isinstance(engine, Withholds) else ""
+    if isinstance(engine, what) and not why:
         return engine
-    raise Unsupported(f"{text} by engine {name}", "start it without, or take an engine that can")
+    who = f"{name} {why}".rstrip()
+    raise NotOffered(f"{text} by engine {who}", "start it without, or take an engine that can")

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from readyplane.core.errors import Unavailable, Unsupported
+from readyplane.core.errors import Unavailable
 from readyplane.core.worker import Serving
 from readyplane.kit.clock import Clock
 from readyplane_agent.engines.child import log_end
@@ -28,11 +28,12 @@ from readyplane_agent.engines.modelled.adapter import (
     ModelledEngine,
     cpu_ticks,
 )
-from readyplane_agent.engines.offers import Imported, SleepDepth
+from readyplane_agent.engines.offers import Imported, NotOffered, SleepDepth, Sleeps, StandsBy
 from readyplane_agent.engines.port import EngineSpec
 from readyplane_agent.engines.ranks import LOST_STATUS, STEPS, RankSpec, RankStep, first_gone
 
 RENDEZVOUS = "rendezvous.json"
+SEVERAL = "in several ranks"
 LOST_GRACE_S = 1.0
 
 
@@ -80,6 +81,10 @@ class ModelledGroup(ModelledEngine):
                 f"cannot start rank {len(self._others) + 1} ({error})", "look at the machine"
             ) from error
 
+    def withheld(self, what: type[object]) -> str:
+        """What one engine does alone and its ranks do not together: stand by, and sleep."""
+        return SEVERAL if what in {StandsBy, Sleeps} else ""
+
     async def stand_by(
         self,
         spec: EngineSpec,
@@ -88,11 +93,11 @@ class ModelledGroup(ModelledEngine):
         limit_s: float = 600.0,  # noqa: ARG002
     ) -> Imported:
         """A group does not stand by: its ranks come up together."""
-        raise Unsupported(f"a standby of {spec.model} in several ranks", "start it without")
+        raise NotOffered(f"a standby of {spec.model} {SEVERAL}", "start it without")
 
     async def sleep(self, depth: SleepDepth) -> None:
         """A group does not sleep: its ranks would have to give their memory back together."""
-        raise Unsupported(f"sleep ({depth}) of an engine in several ranks", "leave it awake")
+        raise NotOffered(f"sleep ({depth}) of an engine {SEVERAL}", "leave it awake")
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
         """Rank 0 as of one engine; the others at once, since they hold nothing for anybody."""
