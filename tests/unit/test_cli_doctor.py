@@ -345,6 +345,11 @@ def test_artifacts_that_are_ordered_no_more_are_named_with_the_way_out() -> None
     assert (finding.name, finding.status) == ("starts of prefill workers", "fail")
     assert "sha256:aaaa" in finding.found and "(bytes: m.safetensors)" in finding.found
     assert "readyplane policy again" in finding.remedy
+    found = {**found, "kind": "not_offered", "standby": True}
+    state = {"pools": {"prefill": {}, "decode": {"dead_ends": [found]}}}
+    (finding,) = doctor_system._dead_ends(state)
+    assert (finding.name, finding.status) == ("starts of decode standbys", "warn")
+    assert "decode.standby_holds=weights" in finding.remedy
 
 
 def test_a_worker_whose_engine_does_not_answer_is_named() -> None:

@@ -19,6 +19,7 @@ from readyplane_planner.decide.values import DeadEnd
 from readyplane_planner.guard import Counts, Limits, Verdict
 from readyplane_planner.metrics import PlannerMetrics
 from readyplane_planner.optimise import Problem, Proposal
+from readyplane_planner.policy import merged
 from readyplane_planner.signals import Kind, Signal
 from tests.unit.planner_world import DIGEST, MODEL, Box, HandClock, Run, World, planner, policy
 from tests.unit.test_planner_optimise import D_MODEL, problem
@@ -363,6 +364,48 @@ async def test_b132_one_end_stops_nobody_and_a_good_start_forgets_it() -> None:
     await run.step(60)
     assert live(w) == 2
     assert run.service._memory.dead_ends == ()
+
+
+async def test_b132_standbys_that_the_engine_cannot_are_ordered_no_more_and_others_are() -> None:
+    """B132: what a standby cannot is nothing that a worker that serves at once would meet."""
+    w = world(rps=lambda _t: 4.0, doom=lambda o: "not_offered" if o.standby else "")
+    w.add(Role.PREFILL, 1)
+    w.add(Role.DECODE, 1)
+    asleep = {"prefill": {"standby": 1, "standby_holds": "asleep"}}
+    run = await planner(w, merged(policy(), asleep))
+    wanted = {"p": 2, "d": 1}
+    wants(run, wanted)
+
+    def ordered(*, standby: bool) -> int:
+        return sum(o.role is Role.PREFILL and o.standby is standby for o in w.provisions)
+
+    await run.step(300)
+    before = ordered(standby=True)
+    assert before == dead_ends.DEAD_END_STARTS and live(w) == 2
+    wanted["p"] = 4
+    await run.step(600)
+    assert ordered(standby=True) == before, "good starts of others are no reason to try again"
+    assert live(w) == 4, "what serves at once is ordered as ever"
+    why = next(r for r in run.decisions[-1].why if r.code == "dead_end")
+    assert why.pool == "prefill" and "policy.prefill.standby_holds" in why.text
+    shown = (await run.service.state(MODEL))["pools"]["prefill"]["dead_ends"]
+    assert [(d["kind"], d["standby"]) for d in shown] == [("not_offered", True)]
+    # The policy's next version, here one with another kind of standby, is tried again.
+    w.doom = lambda _order: ""
+    await run.service.set_policy({"prefill": {"standby_holds": "weights"}}, merge=True)
+    await run.step(60)
+    assert len(w.members(Role.PREFILL, WorkerState.STANDBY)) == 1
+    assert "dead_end" not in run.codes() and run.service._memory.dead_ends == ()
+
+
+def test_b132_a_standby_is_shut_by_what_ends_every_start_and_no_other_start_by_a_standby() -> None:
+    """B132."""
+    every = DeadEnd("prefill", "sha256:a", "bytes", "x", 2, ("p-1", "p-2"), 1)
+    only = DeadEnd("decode", "sha256:a", "not_offered", "x", 2, ("d-1", "d-2"), 1, standby=True)
+    memory = Memory(dead_ends=(every, only))
+    assert dead_ends.shut(memory, "prefill", "sha256:a", standby=True) == every
+    assert dead_ends.shut(memory, "decode", "sha256:a", standby=True) == only
+    assert dead_ends.shut(memory, "decode", "sha256:a") is None
 
 
 def test_b132_a_rejected_artifact_does_not_shut_the_one_before() -> None:

@@ -184,16 +184,17 @@ def _workers(state: dict[str, Any]) -> list[Finding]:
 
 
 def _dead_ends(state: dict[str, Any]) -> list[Finding]:
-    """Artifacts of which nothing is ordered any more (B132)."""
+    """Artifacts of which nothing, or no standby, is ordered any more (B132)."""
     remedy = "publish it again, sign it or name another one; then `readyplane policy again`"
+    wait = "`readyplane policy set {0}.standby_holds=weights`, or {0}.standby=0"
     return [
         Finding(
             AREA,
-            f"starts of {name} workers",
-            "fail",
+            f"starts of {name} {'standbys' if found.get('standby') else 'workers'}",
+            "warn" if found.get("standby") else "fail",
             f"none is ordered any more: {found['starts']} starts of {found['digest']} ended for "
             f"good ({found['kind']}: {found['why']})",
-            remedy,
+            wait.format(name) if found.get("standby") else remedy,
         )
         for name, pool in state["pools"].items()
         for found in pool.get("dead_ends", ())

@@ -160,7 +160,7 @@ class PlannerMetrics:
             for kind in KINDS:
                 self._drift.labels(model, name, kind).set(getattr(drift, kind).active)
         for name in POOLS:
-            ended = sum(d.pool == name for d in decision.dead_ends)
+            ended = sum(d.pool == name and not d.standby for d in decision.dead_ends)
             self._dead_ends.labels(model, name).set(ended if leading else 0)
         self._leader.labels(model).set(1 if leading else 0)
         for phase in Phase:

@@ -165,6 +165,7 @@ def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) 
                 "starts": d.starts,
                 "worker_ids": list(d.worker_ids),
                 "why": d.why,
+                "standby": d.standby,
             }
             for d in seen.decision.dead_ends
             if d.pool == name

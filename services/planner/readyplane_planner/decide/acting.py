@@ -152,8 +152,11 @@ def _keep_standbys(
     if missing > 0 and plan.manifest_digest and generation.digest:
         missing = min(missing, mine.limits.pending_max - len(pool.preparing))
         missing = 0 if now_s < acted.memory.guard(pool.name).retry_s else max(0, missing)
-        if dead_ends.shut(acted.memory, pool.name, generation.digest) is not None:
+        ended = dead_ends.shut(acted.memory, pool.name, generation.digest, standby=True)
+        if ended is not None:
             missing = 0
+        if ended is not None and ended.standby:  # what ends all starts was said with these
+            reasons.append(dead_ends.told(ended))
         if plan.budget_gpus is not None and mine.limits.gpus:
             held = sum(mixing.gpus_held(p, plan) for p in pools)
             held += sum(plan.pool(o.pool).limits.gpus for o in acted.orders)

@@ -203,8 +203,10 @@ class DeadEnd:
     """Starts of one pool's artifact that ended for good, under one version of the policy.
 
     Attributes:
-        kind: bytes, identity or trust, of the last; why: its failure.
+        kind: of the last, as the agent says it; why: its failure.
         starts: so many, without a good one between them. worker_ids: the last of them.
+        standby: they were to stand by, and that is what could not be: starts that serve at once are
+            another matter.
     """
 
     pool: str
@@ -214,6 +216,7 @@ class DeadEnd:
     starts: int
     worker_ids: tuple[str, ...]
     policy_version: int
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
