@@ -171,6 +171,26 @@ def test_the_demo_model_is_the_same_each_time(cli: Terminal, world: World) -> No
     assert other["tag"] is None and other["digest"] != first["digest"]
 
 
+def test_the_demo_model_takes_the_sizes_and_refuses_what_is_of_a_folder(
+    cli: Terminal, world: World
+) -> None:
+    argv = ("artifact", "publish", "--demo", "--model-mb", "16", *GIVEN)
+    sizes = ("--tp", "2", "--pp", "3", "--ep", "4", "--tag", "demo:cut")
+    assert cli(*argv, *sizes).code == 0
+    manifest = cli("artifact", "show", "demo:cut", "--json", *ONLY).document["manifest"]
+    assert manifest["parallel"] == {"tp": 2, "pp": 3, "ep": 4}
+    before = world.uploads
+    for flags in (
+        ("--quantisation", "fp8"),
+        ("--scales", "tensor:F32"),
+        ("--revision", "main"),
+        ("--follow-links",),
+    ):
+        said = cli(*argv, *flags)
+        assert (said.code, said.out) == (2, "") and flags[0] in said.err and "--demo" in said.err
+    assert world.uploads == before
+
+
 def test_tags_move_by_compare_and_set(
     cli: Terminal, world: World, folder: Path, tmp_path: Path
 ) -> None:
@@ -201,6 +221,8 @@ def test_a_tag_is_taken_away_and_shows_where_it_has_pointed(
     assert stale.code == 1
     gone = cli("artifact", "untag", "m:x", "--json", *ONLY)
     assert gone.code == 0 and gone.document == {"name": "m:x", "version": 2, "was": digest}
+    second = cli("artifact", "untag", "m:x", "--expected", digest, *ONLY)
+    assert second.code == 1 and "no such tag" in second.err, "it does not point there any more"
     again = cli("artifact", "untag", "m:x", *ONLY)
     assert again.code == 0 and "which pointed nowhere" in again.out
     assert cli("artifact", "tag", "--json", *ONLY).document["tags"] == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,15 +130,25 @@ def publish(
     for name, value in (("tp", tp), ("pp", pp), ("ep", ep)):
         if value < 1:
             raise InvalidField(f"--{name}", value, "give 1 or more")
+    if demo:
+        _refuse_with_demo(
+            {
+                "--quantisation": quantisation,
+                "--scales": scales,
+                "--revision": revision,
+                "--follow-links": follow_links,
+            }
+        )
     from readyplane.kit.signing import SigningKey
+    from readyplane_registry.ingest import Facts
 
     signer = None if sign_key is None else SigningKey.read(sign_key)
     where = find("registry", "registry_http", registry=registry, registry_http=registry_http)
     if directory is None:
         size_bytes = round((model_mb or DEMO_MB) * 1e6)
-        published = _publish_demo(where, model, tag, size_bytes, signer=signer)
+        facts = Facts(tp=tp, pp=pp, ep=ep)
+        published = _publish_demo(where, model, tag, size_bytes, facts, signer=signer)
     else:
-        from readyplane_registry.ingest import Facts
         from readyplane_registry.quantised import scales_from_text
 
         told = scales_from_text(scales) if scales else None
@@ -158,21 +168,33 @@ def publish(
     _tell_published(published, as_json=json)
 
 
+def _refuse_with_demo(given: Mapping[str, str | bool]) -> None:
+    """What tells of a folder's files says nothing of a model that is made here."""
+    for name, value in given.items():
+        if value:
+            raise InvalidField(name, value, "leave it out with --demo: the demo model is made here")
+
+
 def _publish_demo(
-    where: Where, model: str, tag: str, size_bytes: int, *, signer: SigningKey | None
+    where: Where,
+    model: str,
+    tag: str,
+    size_bytes: int,
+    facts: Facts,
+    *,
+    signer: SigningKey | None,
 ) -> Published:
     """Made in a temporary folder: equal arguments give equal bytes, so nothing need be kept."""
     import tempfile
 
     from readyplane_lab.demo import MODEL, MODEL_TAG
     from readyplane_lab.up.demo_model import make_demo_model
-    from readyplane_registry.ingest import Facts
 
     name = model or MODEL
     with tempfile.TemporaryDirectory(prefix="readyplane-demo-model-") as folder:
         with output.console(stderr=True).status("making the demo model"):
             made = make_demo_model(Path(folder), size_bytes=size_bytes)
-        facts = Facts(config=made.config, canary=made.canary)
+        facts = replace(facts, config=made.config, canary=made.canary)
         default = MODEL_TAG if name == MODEL else ""
         return _publish(where, made.folder, name, tag or default, facts, signer=signer)
 
