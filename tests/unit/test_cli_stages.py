@@ -51,6 +51,14 @@ def test_a_standby_is_shown_with_what_it_holds() -> None:
     assert "standby, process" in shown(waits)
 
 
+def test_who_never_was_routable_has_no_t_ready() -> None:
+    for state in (WorkerState.STANDBY, WorkerState.GONE, WorkerState.DRAINING):
+        assert worker_row(worker("p-9", state))["t_ready_s"] is None
+        assert worker_row(worker("p-9", state, ready_s=50.0))["t_ready_s"] is not None
+    assert "5.0 s" not in shown(worker("p-9", WorkerState.GONE))
+    assert "5.0 s" in shown(worker("p-9", WorkerState.GONE, ready_s=50.0))
+
+
 def test_what_comes_after_t_ready_is_no_part_of_it() -> None:
     segments = (
         Segment(SegmentName.RUNTIME_IMPORT, 100.0, 100.0, saved_s=2.5),

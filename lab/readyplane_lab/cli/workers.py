@@ -259,6 +259,7 @@ def fleet_document(
 
 def worker_row(worker: Worker) -> dict[str, Any]:
     """One worker as a document."""
+    from readyplane.core.worker import WorkerState
     from readyplane_planner.starts import start_document
 
     offer, load = worker.offer, worker.load
@@ -277,6 +278,7 @@ def worker_row(worker: Worker) -> dict[str, Any]:
             "holds": "" if worker.holds is None else str(worker.holds),
             "stage": stage_document(worker),
             "state": str(worker.state),
+            "was_ready": worker.ready_s is not None or worker.state is WorkerState.READY,
             "mode": str(offer.mode),
             "tier": str(worker.serving.tier) if worker.serving is not None else None,
             "generation": offer.generation,
@@ -355,8 +357,8 @@ def row_of(state: Mapping[str, Any]) -> dict[str, Any]:
         **row,
         "tier": None if row["tier"] == "unknown" else row["tier"],
         "decision": state.get("scale_decision_id") or None,
-        # A process that waits has not started yet: what it took was no start.
-        "t_ready_s": start.get("wall_s") if ready and row["holds"] != "process" else None,
+        # Whoever never was routable, a standby or a start that failed, has no T_ready.
+        "t_ready_s": start.get("wall_s") if state.get("was_ready") else None,
         "starting_s": None if ready else start.get("wall_s"),
         "dominant_segment": start.get("dominant_segment"),
         "dominant_s": (start.get("exclusive_s") or {}).get(start.get("dominant_segment")),
