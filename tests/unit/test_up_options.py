@@ -45,6 +45,13 @@ def test_what_cannot_work_is_refused_by_name(options: dict[str, Any], where: str
         UpOptions(**options)
 
 
+def test_arguments_of_the_other_engine_are_shown_as_they_were_given() -> None:
+    with pytest.raises(InvalidField, match=r"--engine-arg: '--x --y' is not valid"):
+        UpOptions(engine_args=("--x", "--y"))
+    with pytest.raises(InvalidField, match="--engine-arg"):
+        UpOptions(engine_args=("",))
+
+
 def test_a_self_check_without_traffic_is_refused() -> None:
     with pytest.raises(InvalidField, match="--quick"):
         make_workload(UpOptions(quick=True, load=False))

@@ -91,7 +91,7 @@ def _check_engine(options: UpOptions) -> None:
     given = {
         "--model": options.model_dir,
         "--vllm-bin": options.vllm_bin,
-        "--engine-arg": options.engine_args or None,
+        "--engine-arg": " ".join(options.engine_args) if options.engine_args else None,
     }
     if options.engine == "modelled":
         for name, value in given.items():
