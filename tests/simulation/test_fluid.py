@@ -261,6 +261,8 @@ def test_standbys_serve_and_are_billed_as_by_events() -> None:
     for run in (events, fluid):
         ordered = [w for w in run.lives if w.decision_id]
         (came,) = [w.ready_s for w in ordered if w.ready_s is not None]
+        (took,) = [w.took_s for w in ordered if w.took_s is not None]
+        assert 0.0 < took < 7.0, "from the word; it had waited for half a minute and more"
         assert len(ordered) == 3, "one for each pool, and one in place of the one that serves"
         served.append(came)
     assert all(40.0 < came < 47.0 for came in served)

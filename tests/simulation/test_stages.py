@@ -11,6 +11,7 @@ from readyplane import profiles
 from readyplane.core.startup import SegmentName
 from readyplane.core.worker import Role
 from readyplane_lab.demo import DEMO_POLICY
+from readyplane_lab.simulator import replay
 from readyplane_lab.simulator.directives import Activate
 from readyplane_lab.simulator.outcome import Life
 from readyplane_lab.simulator.site import BLOCK_SIZE
@@ -33,8 +34,8 @@ GROWS = (0.0, 2, 2), (8.0, 2, 3)
 
 
 def took_s(life: Life) -> float:
-    assert life.ready_s is not None
-    return life.ready_s - life.allocated_s
+    assert life.took_s is not None
+    return life.took_s
 
 
 def grown(result: WorldResult) -> Life:
@@ -128,6 +129,11 @@ def test_a_bare_standby_starts_with_the_word_and_has_imported_before() -> None:
     peer_s = EXACT.weight_bytes / EXACT.peer_bytes_per_s
     cold_s = COLD_S - EXACT.provision_s - IMPORT_S
     assert cold_s - weights_s + peer_s - 0.01 <= waited.ready_s - 10.0 <= cold_s + 0.01
+    assert waited.start_s == pytest.approx(10.0, abs=0.5), "with the word, not with the order"
+    assert took_s(waited) <= cold_s + 0.01
+    told = replay._report(replay.Replay("w", steady()), DEMO_POLICY, result)["t_ready_s"]
+    longest_s = max(x.took_s for x in result.lives if x.took_s is not None)
+    assert told["p99"] <= longest_s < waited.ready_s - waited.allocated_s, "it had only waited"
     assert result.counts["gpu_s.decode.standby"] == pytest.approx(10.0, abs=0.1)
     assert {r.outcome for r in result.records} == {"finished"}
 
@@ -147,4 +153,6 @@ def test_a_pool_grows_by_its_bare_standby_and_has_another_one_waiting() -> None:
     first, second = sorted(decode, key=lambda x: x.allocated_s)
     assert first.ready_s is not None and second.ready_s is None, "one stands by again"
     assert first.ready_s - second.allocated_s <= COLD_S - EXACT.provision_s - IMPORT_S + 0.1
+    assert took_s(first) <= COLD_S - EXACT.provision_s - IMPORT_S + 0.1
+    assert second.took_s is None
     assert result.counts["gpu_s.decode.standby"] > 20.0

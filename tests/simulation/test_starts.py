@@ -174,6 +174,9 @@ def test_a_standby_serves_soon_after_it_is_told_and_is_paid_for_before() -> None
     assert [w.pool for w in standby] == ["prefill"]
     assert standby[0].allocated_s < 0.0
     assert 10.0 < (standby[0].ready_s or 0.0) < 13.0
+    assert 0.3 < (standby[0].took_s or 0.0) < 3.0, "from the word"
+    others = [w for w in result.lives if "standby" not in w.worker_id]
+    assert all(w.start_s == w.allocated_s for w in others)
     # It hears of it with its next renewal.
     assert result.counts["gpu_s.prefill.standby"] == pytest.approx(10.25, abs=0.25)
 
@@ -196,6 +199,8 @@ def test_a_flipped_worker_serves_the_other_stage_without_a_new_start() -> None:
     assert [w.pool for w in before] == ["prefill"]
     assert after[0].allocated_s == before[0].released_s  # the same GPUs, billed once
     assert 0.3 < (after[0].ready_s or 0.0) - after[0].allocated_s < 3.0
+    assert after[0].start_s == after[0].allocated_s
+    assert before[0].start_s == before[0].allocated_s
     assert {r.outcome for r in result.records} == {"finished"}
     assert len(result.records) == len(steady())
 

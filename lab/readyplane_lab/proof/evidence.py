@@ -71,7 +71,7 @@ def a_few(workers: int) -> int:
 
 def quick_turns(run: RunResult, pool: str) -> int:
     """Reversals of a pool whose legs are shorter than two starts, as starts took in this run."""
-    took_s = [x.ready_s - x.allocated_s for x in ordered(run) if x.ready_s is not None]
+    took_s = [x.took_s for x in ordered(run) if x.took_s is not None]
     start_s = median(took_s) if took_s else NOMINAL_T_READY_S
     return reversals(moves(run, pool), 2 * start_s)
 

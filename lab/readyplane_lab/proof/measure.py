@@ -109,7 +109,7 @@ def score(run: RunResult, *, slo: Slo, times: Times, hindsight: Hindsight) -> Sc
         reversals([(t, (p, d)[i]) for t, p, d in run.targets], times.turn_s[i]) for i in range(2)
     )
     short = _short(run.lives, hindsight, span_s)
-    waits = [life.ready_s - life.allocated_s for life in started if life.ready_s is not None]
+    waits = [life.took_s for life in started if life.took_s is not None]
     idle = [s for name, s in run.counts.items() if IDLE.fullmatch(name)]
     return Scores(
         arrivals=round(total),

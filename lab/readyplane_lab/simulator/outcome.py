@@ -23,6 +23,8 @@ class Life:
     Attributes:
         pool: `prefill` or `decode`. worker_class: of its profile. gpus: of the worker.
         ready_s, drain_s: None where it never served, never drained.
+        start_s: when the start that made it ready began: with the order, for a standby that was
+            loaded or imported with the word to serve. None: with the order.
         released_s: end of the bill; the run's end where it lived on.
         tier: where its weights came from. failure: why it ended, empty for a release.
         decision_id: what ordered it, empty for the fleet of the beginning.
@@ -40,6 +42,14 @@ class Life:
     tier: str = ""
     failure: str = ""
     decision_id: str = ""
+    start_s: float | None = None
+
+    @property
+    def took_s(self) -> float | None:
+        """T_ready in seconds, without the time that a standby waited; None: it never served."""
+        if self.ready_s is None:
+            return None
+        return self.ready_s - (self.allocated_s if self.start_s is None else self.start_s)
 
 
 @dataclass(frozen=True, slots=True)

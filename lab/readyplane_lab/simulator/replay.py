@@ -77,7 +77,7 @@ def _report(replay: Replay, policy: Mapping[str, Any], result: WorldResult) -> d
     for life in result.lives:
         seconds = max(0.0, life.released_s - life.allocated_s)
         hours[life.pool] = hours.get(life.pool, 0.0) + seconds / 3600.0
-    starts = [life.ready_s - life.allocated_s for life in result.lives if life.ready_s is not None]
+    starts = [life.took_s for life in result.lives]
     prompt = sum(r.isl for r in finished)
     return {
         "schema": "readyplane/replay/1",

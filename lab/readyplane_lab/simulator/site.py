@@ -58,10 +58,15 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What an allocation was before it changed its stage; virtual seconds."""
+    """What an allocation was before it changed its stage; virtual seconds.
+
+    Attributes:
+        start_s: when the start that made it ready began.
+    """
 
     pool: str
     allocated_s: float
+    start_s: float
     ready_s: float | None
     drain_s: float | None
     released_s: float | None

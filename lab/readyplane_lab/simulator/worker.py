@@ -53,6 +53,7 @@ class SimWorker:
 
     Attributes:
         allocated_s, ready_s, drain_s, released_s: virtual seconds, None while it has not happened.
+        start_s: when the start that makes it ready began: ordered, told to serve, or turned.
         state: where its agent is. tier: where its weights came from.
         born_s: when it was allocated; `allocated_s` and those after it tell of the stage it serves
             now, `past` of the ones before. unreachable_until_s: no word to or from the router
@@ -89,7 +90,7 @@ class SimWorker:
         self.engine.on_busy = account.busy
         self.state = State.NEW
         self.tier = WeightTier.UNKNOWN
-        self.allocated_s = self.born_s = site.clock.monotonic_s()
+        self.allocated_s = self.born_s = self.start_s = site.clock.monotonic_s()
         self.past: tuple[Phase, ...] = ()
         self.ready_s: float | None = None
         self.drain_s: float | None = None
@@ -160,6 +161,7 @@ class SimWorker:
         return Phase(
             self._pool,
             self.allocated_s,
+            self.start_s,
             self.ready_s,
             self.drain_s,
             self.released_s,
@@ -254,7 +256,7 @@ class SimWorker:
         self._pool, self.role = str(to), to
         self.account = self._reopen(self._pool)
         self.engine.on_busy = self.account.busy
-        self.allocated_s = self._site.clock.monotonic_s()
+        self.allocated_s = self.start_s = self._site.clock.monotonic_s()
         self.ready_s = self.drain_s = None
         self.tier = WeightTier.L0_PEER_GPU
         await self._in_reach()
@@ -289,7 +291,7 @@ class SimWorker:
             if "activate" in words:
                 break
             await self._told_or(NEWS_S)
-        now_s = self._begun_s = self._site.clock.monotonic_s()
+        now_s = self._begun_s = self.start_s = self._site.clock.monotonic_s()
         self._tell(Event.ACTIVATE_ASKED)
         self.account.become(Part.BOOT)
         name, saved_s = SegmentName.RUNTIME_IMPORT, self._imported_s
@@ -306,6 +308,7 @@ class SimWorker:
 
     async def _activate(self) -> None:
         """A standby is to serve; told too late, it stands by again."""
+        self.start_s = self._site.clock.monotonic_s()
         self._tell(Event.ACTIVATE_ASKED)
         self.account.become(Part.BOOT)
         seconds = self._site.startup.activation_s(self._site.draws, *self._named)

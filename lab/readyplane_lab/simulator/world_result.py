@@ -93,6 +93,7 @@ def lives_of(
             tier=str(phase.tier),
             failure=worker.failure if number == len(phases) - 1 else "",
             decision_id=worker.order.scale_decision_id,
+            start_s=phase.start_s - began_s,
         )
 
 

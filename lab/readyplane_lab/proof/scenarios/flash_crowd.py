@@ -25,7 +25,7 @@ def check(run: RunResult) -> tuple[str, ...]:
     """No workers are bought for what has passed when they come."""
     claims = [attains(run, 0.97, WARM_S, BEGIN_S), attains(run, 0.95, BEGIN_S + 300.0)]
     late = ordered(run, BEGIN_S, BEGIN_S + LENGTH_S + 40.0)
-    starts_s = [x.ready_s - x.allocated_s for x in late if x.ready_s is not None]
+    starts_s = [x.took_s for x in late if x.took_s is not None]
     if starts_s and median(starts_s) > LENGTH_S:
         before = sum(targets_within(run, pool, BEGIN_S - 5.0, BEGIN_S)[0] for pool in POOLS)
         claims.append(

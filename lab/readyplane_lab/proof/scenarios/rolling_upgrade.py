@@ -52,7 +52,7 @@ def check(run: RunResult) -> tuple[str, ...]:
                 f"old workers of one stage were left without any of the other for {alone_s:.0f} s",
             )
         )
-    starts_s = [x.ready_s - x.allocated_s for x in new if x.ready_s is not None]
+    starts_s = [x.took_s for x in new if x.took_s is not None]
     if starts_s and median(starts_s) <= QUICK_START_S and len(old) <= PEAK_MAX:
         left = sum(x.drain_s is None and x.released_s > run.span_s - 1.0 for x in old)
         claims.append(

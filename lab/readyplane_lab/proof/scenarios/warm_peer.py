@@ -17,9 +17,9 @@ def check(run: RunResult) -> tuple[str, ...]:
     started = [x for x in ordered(run) if x.ready_s is not None and x.tier]
     took_s = {
         warm: sorted(
-            x.ready_s - x.allocated_s
+            x.took_s
             for x in started
-            if x.ready_s is not None and (x.tier == WeightTier.L1_HOST) == warm
+            if x.took_s is not None and (x.tier == WeightTier.L1_HOST) == warm
         )
         for warm in (True, False)
     }

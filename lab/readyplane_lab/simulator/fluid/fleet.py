@@ -27,6 +27,7 @@ class FluidWorker:
             router does not know it now.
         free_s: when its prefill queue is worked off. jobs: (done, row, tokens) of it.
         standby: ordered to wait; stood_s: loaded since. asked: told to serve.
+        start_s: when its start began, None for with the order: told to serve once it was loaded.
         prefixes: names of those its cache holds. promised, computed: prompt tokens; seen_*: as of the last look.
     """
 
@@ -55,6 +56,7 @@ class FluidWorker:
     standby: bool = False
     stood_s: float | None = None
     asked: bool = False
+    start_s: float | None = None
 
     @property
     def named(self) -> tuple[object, ...]:
@@ -108,4 +110,5 @@ class FluidWorker:
             tier=str(self.tier),
             failure=self.failure,
             decision_id=self.decision_id,
+            start_s=self.allocated_s if self.start_s is None else self.start_s,
         )

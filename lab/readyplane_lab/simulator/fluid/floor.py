@@ -301,6 +301,7 @@ class Floor:
         if worker.standby and not worker.asked:
             worker.asked = True
             if worker.stood_s is not None:
+                worker.start_s = now_s
                 self.starts.activate(worker, now_s)
 
     def drain(self, worker: FluidWorker, now_s: float) -> None:
