@@ -333,7 +333,11 @@ def _read_key(name: str, item: object, parse_time: Callable[[str], float]) -> Tr
         remedy = f"give base64 of the {PUBLIC_KEY_BYTES} bytes of an Ed25519 public key"
         raise InvalidField(f"{where}.public_key", f"{len(raw)} bytes", remedy)
     begins = _time(doc.get("not_before"), f"{where}.not_before", parse_time)
-    return TrustKey(name, raw, begins, _time(doc.get("retired"), f"{where}.retired", parse_time))
+    retired = _time(doc.get("retired"), f"{where}.retired", parse_time)
+    if begins is not None and retired is not None and retired < begins:
+        remedy = f"give a time from not_before ({doc['not_before']}) on: the key is never in force"
+        raise InvalidField(f"{where}.retired", doc["retired"], remedy)
+    return TrustKey(name, raw, begins, retired)
 
 
 def _time(value: object, where: str, parse_time: Callable[[str], float]) -> float | None:

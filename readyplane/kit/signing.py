@@ -143,7 +143,8 @@ class TrustFile:
 
     The file is looked at in a thread that is waited for `LOOK_S_MAX` at most, so that a mount that
     hangs does not hold up the event loop of who asks. As long as a look hangs, or what stands at
-    the path is no regular file (a FIFO), the policy read last stays in force, and that is logged.
+    the path is no regular file (a FIFO), the policy read last stays in force, and that is logged;
+    after a refusal it does not: what was refused stays so until a good regular file is read.
 
     Args:
         path: None: nobody asks for signatures.
@@ -160,6 +161,7 @@ class TrustFile:
         self._policy = TrustPolicy()
         self._look: _Look | None = None
         self._doubt = ""
+        self._refused = ""
         if path is None:
             return
         found = _Look(path, None).within(FIRST_LOOK_S_MAX)
@@ -179,14 +181,22 @@ class TrustFile:
         self._look = look  # one at a time: a mount that hangs takes one thread, not one a request
         try:
             found = look.within(wait_s)
+            if not isinstance(found, str):
+                self._tell("")
+                self._take(found)
+        except Exception as error:
+            self._refused = str(error)
+            raise
         finally:
             if look.done:
                 self._look = None
-        if isinstance(found, str):
-            self._tell(found)
+        if not isinstance(found, str):
+            self._refused = ""
+        elif self._refused:
+            told = f"put a regular file with a trust policy there: {found}; before: {self._refused}"
+            raise InvalidField("trust_file", str(self._path), told)
         else:
-            self._tell("")
-            self._take(found)
+            self._tell(found)
         return self._policy
 
     def _take(self, found: _Content | None) -> None:
@@ -260,10 +270,11 @@ class _Look:
     def _read(self) -> _Content | str | None:
         # Without O_NONBLOCK the opening of a FIFO waits for somebody who writes to it.
         descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):  # a directory, too: `fdopen` takes none
+            os.close(descriptor)
+            return f"it is no regular file ({stat.filemode(facts.st_mode)})"
         with os.fdopen(descriptor, "rb") as file:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode):
-                return f"it is no regular file ({stat.filemode(facts.st_mode)})"
             seen = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
             if seen == self._seen:
                 return None

@@ -185,6 +185,18 @@ PUBLIC = {"public_key": base64.b64encode(ONE.public_key).decode()}
         ({"keys": {"one": {"public_key": "%"}}}, "trust.keys.one.public_key"),
         ({"keys": {"one": {**PUBLIC, "retired": "soon"}}}, "trust.keys.one.retired"),
         ({"keys": {"one": {**PUBLIC, "retired": "2026-01-01T00:00:00"}}}, "trust.keys.one.retired"),
+        (
+            {
+                "keys": {
+                    "one": {
+                        **PUBLIC,
+                        "not_before": "2026-12-01T00:00:00Z",
+                        "retired": "2026-11-30T23:59:59Z",
+                    }
+                }
+            },
+            "trust.keys.one.retired",
+        ),
         ({"keys": {"one": {**PUBLIC, "note": "x"}}}, "trust.keys.one.note"),
         ({"keys": {"one": PUBLIC, "again": PUBLIC}}, "trust.keys.again"),
         ({"models": {"m": {"mode": "requires"}}}, "trust.models.m.mode"),
@@ -261,6 +273,42 @@ def test_a_fifo_or_a_mount_that_hangs_in_its_place_holds_nobody_up(
         held.policy()
     file.write_text(text)
     assert held.policy() == good, "a failed look is not kept"
+
+
+@pytest.mark.parametrize("wrong", ["missing", "broken"])
+@pytest.mark.parametrize("then", ["fifo", "directory"])
+def test_what_refuses_refuses_on_until_a_good_regular_file_is_there(
+    tmp_path: Path, wrong: str, then: str
+) -> None:
+    file = tmp_path / "trust.json"
+    text = json.dumps(trust_document())
+    file.write_text(text)
+    held = TrustFile(file)
+    good = held.policy()
+    if wrong == "broken":
+        file.write_text("{")
+    else:
+        file.unlink()
+    with pytest.raises(InvalidField) as first:
+        held.policy()
+    file.unlink(missing_ok=True)
+    if then == "fifo":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+    for _ in range(2):
+        with pytest.raises(InvalidField, match="no regular file") as caught:
+            held.policy()
+        assert str(first.value) in caught.value.remedy, "why it began is still said"
+    if then == "fifo":
+        file.unlink()
+    else:
+        file.rmdir()
+    file.write_text(text)
+    assert held.policy() == good
+    file.unlink()
+    os.mkfifo(file)
+    assert held.policy() == good, "without a refusal before it, the policy read last is in force"
 
 
 def test_keys_are_kept_apart_and_never_overwritten(tmp_path: Path) -> None:
