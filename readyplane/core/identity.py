@@ -48,6 +48,7 @@ __all__ = [
 SCHEMA, SCHEMA_SCALED = "readyplane/manifest/1", "readyplane/manifest/2"
 GRANULARITIES = ("tensor", "channel", "token", "group", "block")
 ACTIVATIONS = ("none", "static", "dynamic")
+CHUNK_BYTES_MIN = 4096
 CHUNK_BYTES_DEFAULT = 8 * 1024 * 1024
 CHUNK_BYTES_MAX = 256 * 1024 * 1024
 SHAPE_DIMENSIONS_MAX = 32
@@ -282,7 +283,10 @@ def _read_manifest(document: object) -> Manifest:
         ) from None
     model = _text(doc["model"], f"{where}.model")
     chunk_bytes = _whole(
-        doc.get("chunk_bytes", CHUNK_BYTES_DEFAULT), f"{where}.chunk_bytes", 4096, CHUNK_BYTES_MAX
+        doc.get("chunk_bytes", CHUNK_BYTES_DEFAULT),
+        f"{where}.chunk_bytes",
+        CHUNK_BYTES_MIN,
+        CHUNK_BYTES_MAX,
     )
     files = tuple(
         _read_file(item, f"{where}.files[{i}]", chunk_bytes)

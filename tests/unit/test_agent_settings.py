@@ -46,6 +46,8 @@ def test_a_flag_is_above_the_environment_is_above_the_default() -> None:
         (("--generation", "two"), "--generation"),
         (("--generation", "0"), "--generation"),
         (("--staging-bytes", "-1"), "--staging-bytes"),
+        (("--staging-bytes", "1000"), "--staging-bytes"),
+        (("--staging-node-bytes", "30000"), "--staging-node-bytes"),
         (("--stall-s", "nan"), "--stall-s"),
         (("--drain-deadline-s", "0"), "--drain-deadline-s"),
         (("--engine", "magic"), "--engine"),

@@ -33,6 +33,7 @@ from readyplane_agent.lifecycle import ExitCode
 from readyplane_agent.settings import AgentSettings, parse
 from readyplane_agent.spans import export_start
 from readyplane_agent.trace import StartTrace, process_start_s
+from readyplane_agent.vouching import check_trust_file
 
 NAME_S_MAX = 60.0
 """How long a registry that is away is waited for when only a name was given."""
@@ -75,6 +76,7 @@ async def _live(settings: AgentSettings, trace: StartTrace) -> int:
     clock = SystemClock()
     incarnation = f"{settings.worker_id}-{secrets.token_hex(6)}"
     try:
+        check_trust_file(settings.trust_file)
         worker_class = settings.worker_class
         profile = load_profile(settings.profile or worker_class, worker_class=worker_class)
         if settings.convertible_tpot_s > 0:

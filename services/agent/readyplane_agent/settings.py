@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from readyplane.core.errors import InvalidField
+from readyplane.core.identity import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MIN
 from readyplane.core.startup import StartMode
 from readyplane.core.worker import Holds, Role
 from readyplane_agent.engines.ranks import TP_MAX
@@ -246,6 +247,7 @@ def _checked(s: AgentSettings) -> AgentSettings:
     ):
         if getattr(s, name) < 1:
             raise InvalidField(_flag(name), getattr(s, name), "use a whole number from 1")
+    _check_staging(s)
     _check_convertible(s)
     _check_waits(s)
     _check_ranks(s)
@@ -270,6 +272,17 @@ def _check_words(s: AgentSettings) -> None:
     ):
         if getattr(s, name) not in words:
             raise InvalidField(_flag(name), getattr(s, name), "write one of " + ", ".join(words))
+
+
+def _check_staging(s: AgentSettings) -> None:
+    """Whether the smallest chunk fits; how large an artifact's are, its manifest says."""
+    share = s.staging_node_bytes // s.node_processes
+    chunk = f"one chunk: {CHUNK_BYTES_MIN} bytes at least, {CHUNK_BYTES_DEFAULT} as a rule"
+    if s.staging_bytes < CHUNK_BYTES_MIN:
+        raise InvalidField("--staging-bytes", s.staging_bytes, f"make room for {chunk}")
+    if share < CHUNK_BYTES_MIN:
+        remedy = f"make room in each of {s.node_processes} shares (--node-processes) for {chunk}"
+        raise InvalidField("--staging-node-bytes", s.staging_node_bytes, remedy)
 
 
 def _check_ranks(s: AgentSettings) -> None:

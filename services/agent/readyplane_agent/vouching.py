@@ -19,6 +19,19 @@ from readyplane.ports import Registry
 log = logging.getLogger("agent.start")
 
 
+def check_trust_file(trust_file: Path | None) -> None:
+    """Refuse a policy that cannot be read before anything is asked of anybody.
+
+    Raises:
+        InvalidField: the policy's file is not there or wrong.
+    """
+    if trust_file is None:
+        return
+    from readyplane.kit.signing import TrustFile
+
+    TrustFile(trust_file)
+
+
 async def refuse_untrusted(
     manifest: Manifest, *, registry: Registry, trust_file: Path | None, clock: Clock
 ) -> str:
