@@ -19,6 +19,7 @@ PREFIX_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000
 TENSORS_MAX = 1_000_000
 SHAPE_DIMENSIONS_MAX = 32
+WHOLE_MAX = 2**63 - 1
 # What lies in a safetensors file's place when a download went wrong; as a length, each of these
 # beginnings is longer than any file.
 IN_ITS_PLACE = (
@@ -109,7 +110,8 @@ def _tensor(name: str, entry: Any, *, data_begin: int, data_bytes: int, file: st
         raise InvalidField(f"{where}.dtype", dtype, "use one of " + ", ".join(DTYPE_BYTES))
     shape = entry["shape"]
     if not isinstance(shape, list) or not all(_whole(n) for n in shape):
-        raise InvalidField(f"{where}.shape", shape, "use a list of whole numbers from 0")
+        remedy = f"use a list of whole numbers from 0 to {WHOLE_MAX}"
+        raise InvalidField(f"{where}.shape", shape, remedy)
     if len(shape) > SHAPE_DIMENSIONS_MAX:
         raise InvalidField(f"{where}.shape", shape, f"use at most {SHAPE_DIMENSIONS_MAX} numbers")
     offsets = entry["data_offsets"]
@@ -133,7 +135,7 @@ def _tensor(name: str, entry: Any, *, data_begin: int, data_bytes: int, file: st
 
 
 def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= WHOLE_MAX
 
 
 def _check_cover(

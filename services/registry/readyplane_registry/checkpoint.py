@@ -372,10 +372,11 @@ def _check_one_index(
     for tensor in sorted(set(listed) | beside):
         found = where.get(tensor)
         if found is None or at + str(listed.get(tensor)) != found:
+            said = "it lies in no file" if found is None else f"it lies in {found}"
             raise InvalidField(
                 f"{name}: tensor {tensor!r}",
                 listed.get(tensor),
-                f"the files of {checkpoint.directory.name} say {found}; download them again",
+                f"{said} of {checkpoint.directory.name}; download them again",
             )
     return listed
 
