@@ -1,7 +1,11 @@
 """What is told of a publication where there is no terminal: bytes, rate, time left, now and then."""
 
+import threading
+
 import pytest
 
+from readyplane.kit.clock import SystemClock
+from readyplane_lab.cli import artifact_progress
 from readyplane_lab.cli.artifact_progress import LINE_EVERY_S, Lines, line
 from readyplane_registry.ingest import Progress
 
@@ -40,4 +44,38 @@ def test_lines_come_now_and_then_and_rates_are_of_their_phase(
             clock.now += LINE_EVERY_S / 2
     told = capsys.readouterr().err.splitlines()
     assert [t.partition(":")[0] for t in told] == ["hash", "upload"]
-    assert all("3.0 MB of 10.0 MB, 300 kB/s" in t for t in told)
+    assert all("3.0 MB of 10.0 MB, 600 kB/s" in t for t in told)
+
+
+def test_an_upload_that_stands_still_is_told_of_all_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    lines = Lines(clock)
+    lines.look()
+    clock.now += 2 * LINE_EVERY_S
+    lines(step(10_000_000))
+    assert capsys.readouterr().err == "", "a phase that has just begun"
+    for _ in range(3):
+        clock.now += LINE_EVERY_S
+        lines.look()
+        lines.look()
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3
+    assert told[-1].startswith("upload: 10.0 MB of 10.0 MB") and "moved for 15 s" in told[-1]
+
+
+def test_without_a_terminal_lines_come_by_themselves(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifact_progress, "LINE_EVERY_S", 0.01)
+    before = {t.ident for t in threading.enumerate()}
+    with artifact_progress.shown() as moved:
+        moved(step(5_000_000))
+        seen, clock = "", SystemClock()
+        until_s = clock.monotonic_s() + 30.0
+        while "nothing has moved" not in seen and clock.monotonic_s() < until_s:
+            threading.Event().wait(0.01)
+            seen += capsys.readouterr().err
+    assert "upload: 5.0 MB of 10.0 MB" in seen and "nothing has moved" in seen
+    assert {t.ident for t in threading.enumerate()} <= before, "nobody tells on after the end"

@@ -6,6 +6,7 @@ Owns what is shown on stderr while `readyplane artifact publish` works. Handed t
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from readyplane.kit.clock import Clock
     from readyplane_registry.ingest import Progress
 
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 5.0
 
 
 def line(step: Progress, *, elapsed_s: float) -> str:
@@ -38,24 +39,55 @@ def shown() -> Iterator[Callable[[Progress], None]]:
         return
     from readyplane.kit.clock import SystemClock
 
-    yield Lines(SystemClock())
+    lines, ended = Lines(SystemClock()), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(LINE_EVERY_S):
+            lines.look()
+
+    # Of its own, since a store that answers nothing moves nothing: that is told, too.
+    teller = threading.Thread(target=look, name="publish-progress", daemon=True)
+    teller.start()
+    try:
+        yield lines
+    finally:
+        ended.set()
+        teller.join(LINE_EVERY_S)
 
 
 class Lines:
-    """A line on stderr for each phase, at most once in `LINE_EVERY_S`; none of short phases."""
+    """A line on stderr once in `LINE_EVERY_S`, also where nothing moves; none of short phases.
+
+    `look` may come from another thread than the steps do.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._phase, self._began_s, self._told_s = "", 0.0, 0.0
+        self._lock = threading.Lock()
+        self._step: Progress | None = None
+        self._began_s, self._moved_s, self._told_s = 0.0, 0.0, 0.0
 
     def __call__(self, step: Progress) -> None:
         """Take a step."""
         now_s = self._clock.monotonic_s()
-        if step.phase != self._phase:
-            self._phase, self._began_s, self._told_s = step.phase, now_s, now_s
-        if now_s - self._told_s >= LINE_EVERY_S:
+        with self._lock:
+            if self._step is None or step.phase != self._step.phase:
+                self._began_s = self._told_s = now_s
+            self._step, self._moved_s = step, now_s
+        self.look()
+
+    def look(self) -> None:
+        """Tell how far it is, where it is time to; and since when nothing has moved."""
+        with self._lock:
+            now_s, step = self._clock.monotonic_s(), self._step
+            if step is None or now_s - self._told_s < LINE_EVERY_S:
+                return
             self._told_s = now_s
-            print(line(step, elapsed_s=now_s - self._began_s), file=sys.stderr, flush=True)
+            told = line(step, elapsed_s=now_s - self._began_s)
+            still_s = now_s - self._moved_s
+            if still_s >= LINE_EVERY_S:
+                told += f"; nothing has moved for {still_s:.0f} s"
+            print(told, file=sys.stderr, flush=True)
 
 
 @contextmanager
