@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from readyplane.core.errors import ReadyplaneError, Refused
+from readyplane.core.errors import Conflict, ReadyplaneError, Refused
 from readyplane_lab.cli import output
 from readyplane_lab.cli.artifact import Reference, resolve
 from readyplane_lab.cli.flags import Json, examples, switch
@@ -166,6 +166,10 @@ async def _untag(where: Where, name: str, expected: str, *, force: bool) -> tupl
         held = (await registry.list_tags(name))[0].digest
         if expected:
             expected = (await resolve(registry, expected)).digest
+            if not held and not force:
+                # The registry takes away twice what it took away once; who names a place is wrong.
+                remedy = "nothing is to be done, or leave --expected out"
+                raise Conflict(f"tag {name!r}", expected, "no such tag", remedy)
         elif not force:
             expected = held
         return held, await registry.remove_tag(name, expected_digest=expected, force=force)
