@@ -210,6 +210,10 @@ def test_tags_move_by_compare_and_set(
     assert cli("artifact", "show", "m", "--json", *ONLY).document["digest"] == two, "the newest"
     assert cli("artifact", "show", "sha256:000000000000", *ONLY).code == 1
     assert cli("artifact", "show", "sha256:zz", *ONLY).code == 2
+    for wrong in (two[:8], two[:10], "sha256:ABCDEF", "sha256:xyzxyz"):
+        short = cli("artifact", "show", wrong, *ONLY)
+        assert short.code == 2 and "at least 4 lower-case hex digits" in short.err
+    assert cli("artifact", "show", two[:11], "--json", *ONLY).document["digest"] == two
 
 
 def test_a_tag_is_taken_away_and_shows_where_it_has_pointed(

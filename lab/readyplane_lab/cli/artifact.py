@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from string import hexdigits
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,7 +55,11 @@ VERIFY_S_MAX = 3600.0
 DEMO_MB = 300.0
 SHA, DIGEST_LENGTH, PREFIX_LENGTH_MIN = "sha256:", 71, 11
 Reference = Annotated[
-    str, typer.Argument(metavar="REF", help="A digest or its beginning, a tag, or a model name.")
+    str,
+    typer.Argument(
+        metavar="REF",
+        help="A digest or its beginning (sha256: and 4 digits at least), a tag, or a model name.",
+    ),
 ]
 
 
@@ -407,8 +412,13 @@ async def resolve(registry: RegistryClient, reference: str) -> Manifest:
         if tagged:
             return await registry.get_manifest(tagged[0])
         return await registry.resolve(reference)
-    if len(reference) >= DIGEST_LENGTH or len(reference) < PREFIX_LENGTH_MIN:
+    if len(reference) >= DIGEST_LENGTH:
         return await registry.get_manifest(reference)
+    digits = reference.removeprefix(SHA)
+    if len(reference) < PREFIX_LENGTH_MIN or set(digits) - set(hexdigits.lower()):
+        least = PREFIX_LENGTH_MIN - len(SHA)
+        remedy = f"write {SHA} and at least {least} lower-case hex digits of it, or all 64"
+        raise InvalidField("REF", reference, remedy)
     known = [s.digest for s in await registry.list_manifests()]
     found = [digest for digest in known if digest.startswith(reference)]
     if not found:
