@@ -95,6 +95,8 @@ async def test_a_lying_store_never_leads_to_a_worker(tmp_path: Path, demo: DemoM
         (("--profile", "nothing"), "profile 'nothing' is not known"),
         (("--role", "both-ways"), "--role: 'both-ways' is not valid; write one of"),
         (("--work-dir", "/proc/no"), "--work-dir: '/proc/no' is not valid"),
+        (("--trust-file", "/proc/no"), "trust_file: '/proc/no' is not valid"),
+        (("--staging-bytes", "1000"), "--staging-bytes: 1000 is not valid"),
     ],
 )
 async def test_wrong_settings_are_said_at_once(
