@@ -103,6 +103,12 @@ def test_a_duplicate_key_is_called_one() -> None:
         read(raw_safetensors(b'{"w":1,"w":2}'))
 
 
+def test_a_number_that_is_too_large_is_told_the_bound() -> None:
+    header = {"a": entry(0, 4, "U8", [0, 2**70])}
+    with pytest.raises(InvalidField, match=f"whole numbers from 0 to {2**63 - 1}"):
+        read(raw_safetensors(header, b"1234"))
+
+
 @pytest.mark.parametrize(
     "data",
     [b"", b"1234567", b"\xff" * 8 + b"{}", b"\0" * 8 + b"{}", (3).to_bytes(8, "little") + b"{}"],
