@@ -6,12 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from readyplane.core.errors import InvalidField, NotFound
+from readyplane.core.errors import InvalidField, NotFound, Unavailable
+from readyplane.core.worker import Role
+from readyplane.kit.clock import SystemClock
+from readyplane.ports import Order
+from readyplane_lab.up.actuator import LocalActuator, WorkerPlace
 from readyplane_lab.up.address_book import (
     AddressBook,
     book_path,
@@ -19,9 +25,10 @@ from readyplane_lab.up.address_book import (
     remove_book,
     write_book,
 )
-from readyplane_lab.up.demo_policy import profiles_of
+from readyplane_lab.up.demo_policy import ClassProfiles, learn, profiles_of
 from readyplane_lab.up.options import UpOptions, read_policy
 from readyplane_lab.up.pids import start_mark
+from readyplane_lab.up.processes import ProcessTable
 from readyplane_lab.up.run import make_workload
 from readyplane_planner.policy import overlay
 
@@ -137,5 +144,51 @@ def test_a_class_starts_with_the_profile_that_the_policy_names() -> None:
     assert find("b300") == str(Path("mine/b300.json").absolute())
     assert find("y") == "h100-tp4-llama70b"
     assert find("x") == "unknown" and find("h200-slow10") == "h200-slow10"
-    with pytest.raises(NotFound, match="h100-tp4-llama70b"):
+    with pytest.raises(NotFound, match=r"worker_class, profile.*b300, x, y"):
         find("nobody's")
+
+
+class RunningPolicy:
+    """A planner that knows a policy, or is away."""
+
+    def __init__(self) -> None:
+        self.document: dict[str, Any] | None = None
+
+    async def get_policy(self, model: str = "") -> tuple[dict[str, Any], int]:
+        """The document."""
+        if self.document is None:
+            raise Unavailable("planner", "start it")
+        return self.document, 1
+
+
+async def test_a_class_that_comes_into_the_policy_later_is_learnt_before_an_order() -> None:
+    planner, known = RunningPolicy(), profiles_of({"prefill": {"worker_class": "h200-slow10"}})
+    planner.document = {
+        "prefill": {"worker_class": "h100-tp4", "profile": "h100-tp4-llama70b"},
+        "decode": {"worker_class": "tp2", "profile": "mine/tp2.json", "classes": []},
+    }
+    await learn(known, planner)
+    assert known("h100-tp4") == "h100-tp4-llama70b"
+    assert known("tp2") == str(Path("mine/tp2.json").absolute())
+    planner.document = None
+    await learn(known, planner)
+    assert known("tp2").endswith("tp2.json"), "what was known stays while nobody can be asked"
+
+
+async def test_the_policy_in_force_is_read_for_each_order(tmp_path: Path) -> None:
+    planner, known = RunningPolicy(), ClassProfiles()
+    planner.document = {"prefill": {"worker_class": "h100-tp4", "profile": "h100-tp4-llama70b"}}
+    async with ProcessTable(tmp_path / "run", on_exit=lambda *_: None) as table:
+        place = WorkerPlace("r:1", "r:2", tmp_path, tmp_path, {}, engine="vllm")
+        made = LocalActuator(
+            table,
+            place,
+            clock=SystemClock(),
+            profile_of=known,
+            learn=partial(learn, known, planner),
+        )
+        order = Order("p-1", Role.PREFILL, "demo", "h100-tp4", "sha256:x")
+        assert (await made.provision(order)).state == "running"
+        with pytest.raises(NotFound, match="nobody's"):
+            await made.provision(replace(order, worker_id="p-2", worker_class="nobody's"))
+        await made.release_all(grace_s=0.0, reason="test")

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,15 +75,18 @@ class LocalActuator:
         clock: Clock,
         profile_of: Callable[[str], str],
         ranks_of: Callable[[str], int] = lambda _: 1,
+        learn: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`profile_of` gives the profile (name or path) of a worker class, or raises NotFound.
 
-        `ranks_of` gives the ranks of its workers, one for each GPU that the class has.
+        `ranks_of` gives the ranks of its workers, one for each GPU that the class has. `learn`
+        is awaited before an order, so that both know the classes of the policy in force.
         """
         self._table = table
         self._place = place
         self._clock = clock
         self._profile_of, self._ranks_of = profile_of, ranks_of
+        self._learn = learn
         self._live: dict[str, _Allocation] = {}
         self._ended: deque[_Allocation] = deque(maxlen=ENDED_KEPT)
         self._removals: set[asyncio.Task[None]] = set()
@@ -97,6 +100,8 @@ class LocalActuator:
             StaleEpoch: a newer leader has given orders. Conflict: the id is used by another order.
             Refused: no free place, or this actuator is closing.
         """
+        if self._learn is not None and not self._closed:
+            await self._learn()  # before the fence: a newer leader may come meanwhile
         self._fences.take(order.model, leader_epoch)
         found = self._live.get(order.worker_id) or self._find_ended(order.worker_id)
         if found is not None:

@@ -5,11 +5,18 @@ Owns that policy and which profile it means for a class of workers.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from readyplane.core.errors import NotFound
+from readyplane.core.errors import NotFound, ReadyplaneError
+
+LEARN_S = 2.0
+"""So long the planner is waited for before an order goes by the classes that are known."""
+
+log = logging.getLogger(__name__)
 
 
 def demo_policy(over: Path | None, *, quick: bool = False) -> dict[str, Any]:
@@ -32,26 +39,67 @@ def demo_policy(over: Path | None, *, quick: bool = False) -> dict[str, Any]:
     return wanted
 
 
-def profiles_of(policy: Mapping[str, Any]) -> Callable[[str], str]:
+class ClassProfiles:
     """The profile of a class: the policy's, which may be a file, else the one of that name.
 
-    What is returned raises NotFound for a class without one.
+    What a policy said stays known when the next one says nothing of that class: an order that was
+    decided before may still come.
     """
-    from readyplane import profiles
 
-    found = {name: name for name in profiles.names()}
-    pools = [p for p in (policy.get("decode"), policy.get("prefill")) if isinstance(p, Mapping)]
-    for one in [c for p in pools for c in (*p.get("classes", ()), p)]:
-        profile = str(one.get("profile") or one.get("worker_class"))
-        is_file = profile.endswith(".json") or "/" in profile
-        found[str(one.get("worker_class"))] = str(Path(profile).absolute() if is_file else profile)
+    def __init__(self) -> None:
+        from readyplane import profiles
 
-    def profile_of(worker_class: str) -> str:
-        if worker_class not in found:
-            raise NotFound("worker class", worker_class, "use one of " + ", ".join(found))
-        return found[worker_class]
+        self._found = {name: name for name in profiles.names()}
+        self._named: set[str] = set()
 
-    return profile_of
+    def take(self, policy: Mapping[str, Any]) -> None:
+        """Learn the classes of a policy document; relative files are of this process's folder."""
+        pools = [p for p in (policy.get("decode"), policy.get("prefill")) if isinstance(p, Mapping)]
+        for one in [c for p in pools for c in (*(p.get("classes") or ()), p)]:
+            profile = str(one.get("profile") or one.get("worker_class"))
+            is_file = profile.endswith(".json") or "/" in profile
+            name = str(one.get("worker_class"))
+            self._found[name] = str(Path(profile).absolute() if is_file else profile)
+            self._named.add(name)
+
+    def __call__(self, worker_class: str) -> str:
+        """Name or path of the profile.
+
+        Raises:
+            NotFound: no policy has named that class, and no profile is called so.
+        """
+        if worker_class not in self._found:
+            known = ", ".join(sorted(self._named)) or "none"
+            remedy = (
+                f"name it in the policy with its profile (worker_class, profile); it has {known}"
+            )
+            raise NotFound("worker class", worker_class, remedy)
+        return self._found[worker_class]
+
+
+def profiles_of(policy: Mapping[str, Any]) -> ClassProfiles:
+    """The profiles of the classes of one policy."""
+    found = ClassProfiles()
+    found.take(policy)
+    return found
+
+
+class Policies(Protocol):
+    """Who knows the policy in force: a planner."""
+
+    async def get_policy(self, model: str = "") -> tuple[dict[str, Any], int]:
+        """Policy and version."""
+        ...
+
+
+async def learn(profiles: ClassProfiles, planner: Policies) -> None:
+    """Take the classes of the policy in force; what was known stays while it cannot be asked."""
+    try:
+        document, _version = await asyncio.wait_for(planner.get_policy(), LEARN_S)
+    except (ReadyplaneError, TimeoutError) as error:
+        log.warning("the policy in force cannot be read, its former classes count: %r", error)
+        return
+    profiles.take(document)
 
 
 def ranks_of(profile_of: Callable[[str], str]) -> Callable[[str], int]:

@@ -12,17 +12,17 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-from readyplane.client import RegistryClient
+from readyplane.client import PlannerClient, RegistryClient
 from readyplane.core.errors import InvalidField
 from readyplane.kit.clock import Clock
 from readyplane_lab.up import actuator_rpc
 from readyplane_lab.up.actuator import LocalActuator, WorkerPlace
 from readyplane_lab.up.address_book import AddressBook, remove_book, write_book
-from readyplane_lab.up.demo_policy import profiles_of, ranks_of
+from readyplane_lab.up.demo_policy import ClassProfiles, learn, ranks_of
 from readyplane_lab.up.folder import DataFolder, sweep_abandoned
 from readyplane_lab.up.local_server import free_port
 from readyplane_lab.up.model import publish_model
@@ -143,17 +143,14 @@ async def running_stack(
         registry = services.plan("registry", args=("--blob-dir", str(folder.blobs)))
         routers, lean_addresses = _plan_routers(services, options, folder)
         router_addresses = ",".join(router.grpc for router in routers)
-        policy: dict[str, Any] = {}  # once it is known what is served, before the planner starts
-
-        def profile_of(worker_class: str) -> str:
-            return profiles_of(policy)(worker_class)
-
+        profile_of = ClassProfiles()
         policy_file = folder.run / "policy.json"
         planner = services.plan(
             "planner",
             http_port=options.page_port,
             args=("--policy", str(policy_file), *_policy_flags(options)),
         )
+        asked = PlannerClient(planner.grpc, token=token)
         gateway = services.plan("gateway", http_port=options.gateway_port)
         gateway.environment["READYPLANE_ROUTER_PICKS"] = lean_addresses
         actuator = LocalActuator(
@@ -171,6 +168,7 @@ async def running_stack(
             clock=clock,
             profile_of=profile_of,
             ranks_of=ranks_of(profile_of),
+            learn=partial(learn, profile_of, await rooms.enter_async_context(aclosing(asked))),
         )
         actuator_address = f"127.0.0.1:{free_port()}"
         server = await actuator_rpc.serve(actuator, address=actuator_address, token=token)
@@ -187,8 +185,8 @@ async def running_stack(
         say("starting registry, router and gateway")
         await asyncio.gather(*(services.start(s) for s in (registry, *routers, gateway)))
         serving = await _unless_stopped(making, stop)
-        policy |= serving.policy
-        policy_file.write_text(json.dumps(policy))
+        profile_of.take(serving.policy)
+        policy_file.write_text(json.dumps(serving.policy))
         say("publishing the model")
         client = RegistryClient(registry.grpc, token=token)
         try:
