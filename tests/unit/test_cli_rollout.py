@@ -157,3 +157,11 @@ def test_what_is_wrong_is_named(cli: Terminal, monkeypatch: pytest.MonkeyPatch) 
     refused = cli("rollout", "--to", "demo:next", *PLANNER)
     assert refused.code == 1
     assert "it is of llama" in refused.err
+
+
+def test_what_rests_is_told_by_what_serves(cli: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = {"digest": "", "generation": 0}
+    planner(monkeypatch, shown("idle", to=nothing))
+    said = cli("rollout", "status", "--watch", *PLANNER)
+    assert said.code == 0
+    assert "idle: generation 1 " in said.out and "nothing" not in said.out

@@ -329,3 +329,23 @@ async def test_a_file_that_names_no_artifact_leaves_it_to_whoever_rolls_one_out(
     await run.service.adopt(read_policy({**given, "manifest": "stable"}))
     found, _version = await run.service.get_policy()
     assert found["manifest"] == "stable", "what a file names is what is wanted"
+
+
+async def test_what_is_under_way_is_undone_and_not_rolled_out_the_other_way() -> None:
+    run, _names = await serving()
+    ask, old = run.service.upgrades.ask, ONE.digest
+    await ask("go", asked_id="r1", to="other")
+    await until(run, "surging")
+    with pytest.raises(Refused, match="rollout undo"):
+        await ask("go", asked_id="r2", to=old)
+    await ask("pause", asked_id="r3")
+    await until(run, "paused")
+    with pytest.raises(Refused, match="it is paused already") as told:
+        await ask("pause", asked_id="r4")
+    assert "nothing is being rolled out" not in str(told.value)
+    with pytest.raises(Refused, match="rollout undo"):
+        await ask("go", asked_id="r5", to=old)
+    await ask("undo", asked_id="r6")
+    await until(run, "rolled_back")
+    with pytest.raises(Refused, match="it has gone back already"):
+        await ask("undo", asked_id="r7")

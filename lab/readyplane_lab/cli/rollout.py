@@ -30,7 +30,7 @@ ENDS = {"idle": 0, "done": 0, "paused": 1, "rolled_back": 1, "failed": 1}
 Model = Annotated[str, typer.Option(metavar="M", help="Of this model.")]
 Watch = Annotated[
     bool,
-    typer.Option("--watch", "-w", help="Until it is over (exit 1 unless it is done)."),
+    typer.Option("--watch", "-w", help="Until nothing moves: exit 0 when done or idle, else 1."),
 ]
 
 
@@ -184,6 +184,8 @@ def _who() -> str:
 def one_line(shown: Mapping[str, Any]) -> str:
     """Where it is, in a line."""
     new, old = shown["new"], shown["old"]
+    if shown["phase"] == "idle":
+        return f"idle: {_generation(shown['serves'])} serves"
     text = (
         f"{shown['phase']}: {new['prefill']} P and {new['decode']} D of "
         f"{_generation(shown['to'])} serve, {old['prefill']} P and {old['decode']} D are old"
@@ -200,7 +202,7 @@ def one_line(shown: Mapping[str, Any]) -> str:
 def lines(shown: Mapping[str, Any]) -> Iterator[str]:
     """Where it is, for a person."""
     if shown["phase"] == "idle":
-        yield f"idle: {_generation(shown['serves'])} serves ({shown['manifest'] or shown['model']})"
+        yield f"{one_line(shown)} ({shown['manifest'] or shown['model']})"
         return
     yield one_line(shown)
     yield f"from    {_generation(shown['from'])}"

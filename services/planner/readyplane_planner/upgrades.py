@@ -29,6 +29,14 @@ MEANS = {
     ),
 }
 """Phases in which a wish means something, and what to say in any other."""
+GOING_ON = frozenset({"surging", "moving", "verifying", "paused"})
+"""Phases in which undo leads back to the generation before, at once."""
+ALREADY = {
+    ("pause", "paused"): "it is paused already",
+    ("undo", "rolling_back"): "it goes back already",
+    ("undo", "rolled_back"): "it has gone back already",
+}
+"""What to say where a wish has come true."""
 
 
 class Planned(Protocol):
@@ -136,6 +144,10 @@ class Upgrades:
             digest = found.digest
             if shown["serves"]["digest"] == digest and shown["phase"] in {"idle", "done"}:
                 raise Refused(f"roll-out to {to}", [f"{digest} serves already"], "name another")
+            # A roll-out of its own would leave the starts of the new generation to serve first.
+            if shown["from"]["digest"] == digest and shown["phase"] in GOING_ON:
+                why = f"a roll-out away from {digest} is {shown['phase']}"
+                raise Refused(f"roll-out to {to}", [why], "use `readyplane rollout undo`")
             changes["manifest"] = to
             if surge:
                 changes["rollout"]["surge"] = surge
@@ -143,7 +155,9 @@ class Upgrades:
             phases, why = MEANS[action]
             known = action != "undo" or shown["from"]["digest"]
             if shown["phase"] not in phases or not known:
-                raise Refused(f"{action} of the roll-out", [f"{why}: it is {shown['phase']}"])
+                phase = shown["phase"]
+                told = ALREADY.get((action, phase), f"{why}: it is {phase}")
+                raise Refused(f"{action} of the roll-out", [told])
         await self._planned.set_policy(
             changes, model=model, merge=True, expected_version=shown["policy_version"]
         )
