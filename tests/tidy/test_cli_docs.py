@@ -9,6 +9,11 @@ def test_the_page_of_the_command_is_fresh() -> None:
     assert tree.text("docs/cli.md") == reference(), remedy
 
 
+def test_a_group_that_does_something_by_itself_is_on_the_page() -> None:
+    own = reference().partition("\n## readyplane rollout\n")[2].partition("\n## ")[0]
+    assert all(f"`{name}" in own for name in ("--to", "--surge", "--watch"))
+
+
 def test_every_command_has_examples() -> None:
     sections = reference().split("\n## ")[1:]
     assert len(sections) >= 24

@@ -42,6 +42,8 @@ def _codes() -> str:
 def _leaves(path: str, command: Any) -> Iterator[tuple[str, Any]]:
     for name, below in command.commands.items():
         if hasattr(below, "commands"):
+            if any(p.name != "help" for p in below.params):  # it does something by itself, too
+                yield f"{path} {name}", below
             yield from _leaves(f"{path} {name}", below)
         else:
             yield f"{path} {name}", below
