@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from readyplane_registry.ingest import Progress
 
 LINE_EVERY_S = 5.0
+JOIN_S_MAX = 10.0
 
 
 def line(step: Progress, *, elapsed_s: float) -> str:
@@ -52,7 +53,7 @@ def shown() -> Iterator[Callable[[Progress], None]]:
         yield lines
     finally:
         ended.set()
-        teller.join(LINE_EVERY_S)
+        teller.join(JOIN_S_MAX)
 
 
 class Lines:
