@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ _FREE, _CLAIMED, _DONE = 0, 1, 2  # a part of `HUGE_BYTES`: nobody's, somebody i
 _ALIGN_TRIES = 32
 _PROT_NONE, _MAP_NORESERVE = 0, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
+_SEAL_TRIES, _SEAL_PAUSE_S = 10, 0.05
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -203,12 +206,18 @@ class ArenaMemory:
         self.sealed = True
 
     def _protect(self) -> None:
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as error:
-            raise Unavailable(
-                f"the arena cannot be sealed ({error})", "keep no writable map of it"
-            ) from error
+        for tried in range(1, _SEAL_TRIES + 1):
+            try:
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            except OSError as error:
+                # Also while the kernel itself moves or counts a page, or a socket still sends one.
+                if error.errno == errno.EBUSY and tried < _SEAL_TRIES:
+                    time.sleep(_SEAL_PAUSE_S)
+                    continue
+                raise Unavailable(
+                    f"the arena cannot be sealed ({error})", "keep no writable map of it"
+                ) from error
+            return
 
     def _stop_faulting(self) -> None:
         """Nothing is faulted in any more, and nobody is at it: the map is about to go."""
