@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +15,14 @@ from readyplane.core.startup import WeightTier
 from readyplane_agent import loader as loader_module
 from readyplane_agent.arena import Arena
 from readyplane_agent.chunk_order import COMING, MISSING, VERIFIED, Held
-from readyplane_agent.endgame import ENDGAME_CHUNKS_MAX, Lent, second, slow, stalled_s
+from readyplane_agent.endgame import (
+    ENDGAME_CHUNKS_MAX,
+    Lent,
+    quiet_s,
+    second,
+    slow,
+    stalled_s,
+)
 from readyplane_agent.fanout import Fanout
 from readyplane_agent.pipeline import Pipeline
 from readyplane_agent.ranges import Fault, HttpReader
@@ -75,6 +83,30 @@ def test_a_load_is_stalled_when_even_the_newest_of_its_chunks_is_late(
         assert found == pytest.approx(min(ages)) and found > limit_s
     else:
         assert not ages or min(ages) <= limit_s + 1e-6
+
+
+@given(
+    ages=st.lists(st.floats(0, 100), max_size=12),
+    gave=st.floats(0, 100),
+    joined=st.lists(st.floats(0, 100), max_size=6),
+    usual_s=st.floats(0, 10),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_load_is_quiet_since_it_got_something_whoever_is_asked_in_addition(
+    ages: list[float], gave: float, joined: list[float], usual_s: float
+) -> None:
+    def quiet(of: list[float]) -> float:
+        lent = [Lent(n, "ab"[n % 2], 100.0 - age) for n, age in enumerate(of)]
+        return quiet_s(lent, gave_s=100.0 - gave, now_s=100.0, usual_s=usual_s)
+
+    found = quiet(ages)
+    if found:
+        assert found == pytest.approx(min(gave, max(ages)))
+        assert found > max(2.0, 4 * usual_s)
+        younger = [age for age in joined if age <= max(ages)]
+        assert quiet([*ages, *younger]) == found
+    else:
+        assert not ages or min(gave, max(ages)) <= max(2.0, 4 * usual_s) + 1e-6
 
 
 # ---------------------------------------------------------------------------- virtual time
@@ -273,4 +305,39 @@ async def test_a_source_that_stops_in_the_middle_holds_a_load_up_for_moments(
     assert all(bytes(arena.view(p)) == d for p, d in art.files.items())
     given = given_by(fetched)
     assert given["peer:w2" if worker else "storage:1"] > art.manifest.size_bytes / 2
+    arena.close()
+
+
+@pytest.mark.parametrize("frozen", [1, 3, 4, 6])
+async def test_peers_that_hang_together_do_not_keep_a_load_from_the_store(
+    monkeypatch: pytest.MonkeyPatch, frozen: int
+) -> None:
+    """However many hang: the store is asked after its time, and brings what they were asked for."""
+    monkeypatch.setattr(loader_module, "PLAN_EVERY_S", 0.1)
+    monkeypatch.setattr(loader_module, "STORE_LATE_S", 0.6)
+    monkeypatch.setattr("readyplane_agent.endgame.STALLED_AFTER_S", 0.3)
+    monkeypatch.setattr("readyplane_agent.endgame.ENDGAME_AFTER_S", 0.3)
+    hold = threading.Event()
+
+    def stop(path: str, start: int, count: int, data: bytes) -> None:
+        hold.wait(30)
+
+    art = artifact(floats=400_000)
+    with ExitStack() as rooms:
+        peers = [rooms.enter_context(serving(art.files, stop)) for _ in range(frozen)]
+        store = rooms.enter_context(serving(art.files))
+        told = [
+            source(peer.url, f"peer:w{n}", WeightTier.L1_HOST, worker_id=f"w{n}", readers=1)
+            for n, peer in enumerate(peers)
+        ]
+        load, arena, plan = make(art, TwinRegistry(), *told, source(store.url))
+        begun_s = time.monotonic()
+        fetched = await load.run(plan)
+        took_s = time.monotonic() - begun_s
+        hold.set()
+    assert took_s < 7, "a silent source is left after 8 s"
+    assert all(bytes(arena.view(p)) == d for p, d in art.files.items())
+    given = given_by(fetched)
+    assert given["storage:1"] == art.manifest.size_bytes
+    assert fetched.again_bytes <= ENDGAME_CHUNKS_MAX * art.manifest.chunk_bytes
     arena.close()

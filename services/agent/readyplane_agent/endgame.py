@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from readyplane_agent.chunk_order import COMING, MISSING, Held
 
-# So many chunks may be left when it begins, and be asked for twice in one load.
-ENDGAME_CHUNKS_MAX = 8
+# So many chunks may be left when it begins, and be asked for twice in one load: as many as four
+# sources that hang together were asked for, over four connections each.
+ENDGAME_CHUNKS_MAX = 16
 # A chunk is slow when it takes longer than this and than so many of the usual ones.
 ENDGAME_AFTER_S = 1.0
 ENDGAME_USUAL = 4.0
@@ -48,13 +49,26 @@ def slow(
 
 
 def stalled_s(lent: Iterable[Lent], *, now_s: float, usual_s: float) -> float:
-    """Seconds since the chunk that was asked for last, where all that are out have been for long.
+    """Seconds since the chunk that a source was asked for last, where all have been out for long.
 
-    0 while that is not so. Then nobody who is read from gives anything, as a stopped process does.
+    0 while that is not so. Such a source gives nothing, as a stopped process does.
     """
     newest_s = max((one.since_s for one in lent), default=now_s)
     quiet_s = now_s - newest_s
     return quiet_s if quiet_s > max(STALLED_AFTER_S, ENDGAME_USUAL * usual_s) else 0.0
+
+
+def quiet_s(lent: Iterable[Lent], *, gave_s: float, now_s: float, usual_s: float) -> float:
+    """Seconds in which a load got nothing, though chunks were out; 0 while that is not long.
+
+    Whoever is asked in addition and gives nothing either does not make it shorter.
+
+    Args:
+        gave_s: when a chunk came last, from anybody.
+    """
+    oldest_s = min((one.since_s for one in lent), default=now_s)
+    found_s = now_s - max(gave_s, oldest_s)
+    return found_s if found_s > max(STALLED_AFTER_S, ENDGAME_USUAL * usual_s) else 0.0
 
 
 def second(

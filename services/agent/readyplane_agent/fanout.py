@@ -9,8 +9,8 @@ its bytes are right and the first has let go. A source that drains is left as so
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from readyplane.kit.clock import Clock
@@ -24,7 +24,15 @@ from readyplane_agent.chunk_order import (
     next_chunk,
     own_order,
 )
-from readyplane_agent.endgame import Lent, second, slow, stalled_s
+from readyplane_agent.endgame import (
+    ENDGAME_AFTER_S,
+    ENDGAME_USUAL,
+    Lent,
+    quiet_s,
+    second,
+    slow,
+    stalled_s,
+)
 from readyplane_agent.ranges import Fault, HttpReader, RangeReader
 
 HOLDINGS_EVERY_S = 0.25
@@ -62,9 +70,10 @@ class Fanout:
         self._sides: dict[str, Side] = {}
         self._taken = 0
         self._lent: dict[int, tuple[Lent, RangeReader | None]] = {}
-        self._doubled: dict[int, tuple[Side, RangeReader | None]] = {}
+        self._doubled: dict[int, Beside] = {}
         self._claimed: set[int] = set()
         self._usual_s = 0.0
+        self._gave_s = -math.inf
         self.doubles = 0
 
     def join(
@@ -132,9 +141,12 @@ class Fanout:
         """What became of a chunk that was taken; False when another source had brought it."""
         number = self._number[chunk]
         with self._changed:
+            if fault is None:
+                self._gave_s = self.now_s()
             beside = self._doubled.get(number)
-            if beside is not None and beside[0] is side:
+            if beside is not None and beside.side is side:
                 del self._doubled[number]
+                side.vain = side.vain and fault is not None
                 self._claimed.discard(number)
                 lent = self._lent.get(number)
                 if lent is not None and lent[0].source_id == side.source_id:
@@ -148,11 +160,11 @@ class Fanout:
             begun = self._lent.get(number)
             self._back(number, fault)
             if fault is None:
-                side.useful_s = self.now_s()
+                side.useful_s, side.vain = self.now_s(), False
                 if begun is not None:
                     self._learn_usual(side.useful_s - begun[0].since_s)
-                if beside is not None and isinstance(beside[1], HttpReader):
-                    beside[1].cut()
+                if beside is not None and isinstance(beside.reader, HttpReader):
+                    beside.reader.cut()
             elif side.held.progress is not None:
                 known = bytearray(side.held.progress)
                 known[number] = MISSING
@@ -181,20 +193,19 @@ class Fanout:
     def stalled_s(self) -> float:
         """How long nobody who is read from has given anything, 0 while that is not long."""
         with self._changed:
-            return self._stalled([one for one, _ in self._lent.values()])
-
-    def _stalled(self, lent: Sequence[Lent]) -> float:
-        return stalled_s(lent, now_s=self.now_s(), usual_s=self._usual_s)
+            lent = [one for one, _ in self._lent.values()]
+            return quiet_s(lent, gave_s=self._gave_s, now_s=self.now_s(), usual_s=self._usual_s)
 
     def _gives(self, side: Side) -> bool:
         """Whether chunks may be left to this source: it stays, and does not hang."""
         lent = [one for one, _ in self._lent.values() if one.source_id == side.source_id]
-        return not side.draining and not self._stalled(lent)
+        hangs = stalled_s(lent, now_s=self.now_s(), usual_s=self._usual_s)
+        return not side.draining and not hangs
 
     def beside(self, side: Side, chunk: tuple[str, int]) -> bool:
         """Whether a chunk that was taken is to be brought beside another source."""
         found = self._doubled.get(self._number[chunk])
-        return found is not None and found[0] is side
+        return found is not None and found.side is side
 
     def claim(self, side: Side, chunk: tuple[str, int]) -> bool:
         """The right bytes of such a chunk are here: whether its place is ours to write now.
@@ -223,17 +234,37 @@ class Fanout:
         return slow(lent, self._arena.progress, now_s=self.now_s(), usual_s=self._usual_s)
 
     def _second(self, side: Side, reader: RangeReader | None) -> int | None:
+        if side.vain:
+            return None
+        late = self._slow()
+        self._leave_vain(side)
         found = second(
-            self._slow(),
+            late,
             source_id=side.source_id,
             held=side.held,
             doubled=self._doubled,
             done=self.doubles,
         )
         if found is not None:
-            self._doubled[found] = side, reader
+            self._doubled[found] = Beside(side, reader, self.now_s())
             self.doubles += 1
         return found
+
+    def _leave_vain(self, side: Side) -> None:
+        """Whoever brings one of the last chunks beside a slow source, and is slow himself, is cut.
+
+        It is `side` that can bring it instead; the other gets none of the last again until he has
+        given something.
+        """
+        limit_s = max(ENDGAME_AFTER_S, ENDGAME_USUAL * self._usual_s)
+        for number, beside in self._doubled.items():
+            late = self.now_s() - beside.since_s > limit_s
+            if not late or beside.side is side or beside.left or number in self._claimed:
+                continue
+            if isinstance(beside.reader, HttpReader):
+                beside.left = beside.side.vain = True
+                beside.reader.cut()
+                self.doubles -= 1
 
     def learn(self, side: Side, progress: bytes) -> None:
         """What a source that still loads holds by now."""
@@ -272,6 +303,20 @@ class Fanout:
         return self._clock.monotonic_s()
 
 
+@dataclass(slots=True)
+class Beside:
+    """Who brings a chunk beside the source that was asked for it first, and since when.
+
+    Attributes:
+        left: he was too slow as well, and is cut.
+    """
+
+    side: Side
+    reader: RangeReader | None
+    since_s: float
+    left: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Side:
     """`Todo` of one of several sources.
@@ -279,6 +324,7 @@ class Side:
     Attributes:
         held: what it was last known to hold. useful_s: when it last gave something.
         ready: of a source that still loads, what it has verified and we had not, as it came.
+        vain: it was asked for one of the last chunks beside another, and gave nothing.
         lost: it does not say any more what it holds. draining: it has said that it leaves. bytes_per_s: how fast it may be read, 0 for no bound.
     """
 
@@ -289,6 +335,7 @@ class Side:
     useful_s: float
     draining: bool = False
     lost: bool = False
+    vain: bool = False
     bytes_per_s: float = 0.0
     paid_until_s: float = 0.0
     asked_s: float = -1e9

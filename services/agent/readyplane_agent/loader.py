@@ -22,6 +22,7 @@ from readyplane.core.errors import IdentityMismatch, NoPair, ReadyplaneError, Un
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import Clock
 from readyplane.ports import RankedSource, Registry, Source
+from readyplane_agent import endgame
 from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.chunk_order import VERIFIED
@@ -331,7 +332,8 @@ class Loader:
             # is spared (B125) until it is plain that this is no peer with a bound on its rate.
             after_s = 0.0 if source.worker_id else STORE_LATE_S
             late = len(reading) == 1 and self._fanout.late_s > after_s
-            late = late or (len(reading) < SOURCES_MAX and self._fanout.stalled_s > after_s)
+            stalled = self._stalled(source, crowd, len(reading))
+            late = late or stalled
             if source.source_id in reading or rests or lies:
                 continue
             if not late and self._spared(source, crowd):
@@ -344,6 +346,20 @@ class Loader:
             connections = CONNECTIONS_EACH if stay else 0
             task = asyncio.ensure_future(self._reading.use(source, gone, connections=connections))
             crowd.running[task] = source, gone
+            if stalled:
+                crowd.helped_s = now_s
+
+    def _stalled(self, source: Source, crowd: Crowd, reading: int) -> bool:
+        """Whether nobody who is read from has given anything for so long that this one is asked too.
+
+        Peers one after another, each with `STALLED_AFTER_S` to give something. The store once it is
+        plain that nobody does, however many peers hang.
+        """
+        quiet_s = self._fanout.stalled_s
+        if not source.worker_id:
+            return quiet_s > STORE_LATE_S and reading <= SOURCES_MAX
+        alone_s = self._clock.monotonic_s() - crowd.helped_s
+        return quiet_s > 0 and reading < SOURCES_MAX and alone_s >= endgame.STALLED_AFTER_S
 
     def _spared(self, source: Source, crowd: Crowd) -> bool:
         """Whether storage is not to be asked: a peer that holds everything gives, or soon may."""
@@ -430,6 +446,7 @@ class Crowd:
         turned_away: the store had no place for us when it was asked last. turn_s: how long to wait.
         follows: the store is left to others. store_readers: how many it had when that was judged.
         patient_s: when something came last, or one more went to the store; `patiences` times since.
+        helped_s: when one more was asked because the others gave nothing.
     """
 
     known: list[Source]
@@ -443,6 +460,7 @@ class Crowd:
     store_readers: int = 0
     patient_s: float = -math.inf
     patiences: int = 0
+    helped_s: float = -math.inf
 
 
 def cache_source(cache: WeightCache, digest: str, node: str) -> Source:
