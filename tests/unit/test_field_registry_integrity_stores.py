@@ -19,6 +19,7 @@ from readyplane.core.identity import Manifest
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import SystemClock
 from readyplane.ports import Source
+from readyplane_registry import blob_objects, ingest
 from readyplane_registry.blob_objects import ObjectBlobs
 from readyplane_registry.blobs import MemoryBlobs
 from readyplane_registry.fetching import NoTally, RegistryPolicy
@@ -292,3 +293,66 @@ async def test_b124_that_bytes_are_there_is_believed_for_a_moment_by_plans_only(
     )
     plan = await service.plan_fetch(manifest.digest, node="", **ME)
     assert plan.sources == () and "not whole" in plan.excluded[0]
+
+
+@pytest.fixture
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (
+        ("CALL_TIMEOUT_S", 0.2),
+        ("STORE_SILENT_S_MAX", 0.3),
+        ("PART_SILENT_S_MAX", 0.5),
+        ("LOOK_EVERY_S", 0.05),
+    ):
+        monkeypatch.setattr(blob_objects, name, seconds)
+
+
+async def hangs(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+    """It takes the connection and says nothing, as a stopped process does."""
+    while await reader.read(65_536):
+        continue
+    await asyncio.sleep(1)
+
+
+@pytest.mark.usefixtures("brisk")
+async def test_a_store_that_hangs_is_named_before_whoever_asked_gives_the_registry_up() -> None:
+    async with asyncio.timeout(20), answering(hangs) as (endpoint, asked):
+        tally = Counted()
+        blobs = objects(endpoint, tally, tries_max=100, budget_retries_max=100.0)
+        with pytest.raises(Unavailable, match="s3://blobs cannot be asked"):
+            await blobs.length(DIGEST)
+        assert len(asked) <= 4, "no try begins when the store has been silent for long"
+        with pytest.raises(Unavailable, match="s3://blobs cannot be read"):
+            async for _ in blobs.stream(DIGEST, begin=0, end=10):
+                pass
+        assert len(asked) <= 9
+
+
+@pytest.mark.usefixtures("brisk")
+async def test_an_upload_that_the_store_does_not_take_ends_and_a_slow_sender_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blob_objects, "PART_BYTES", 5 * MEBI)
+    big = bytes(17 * MEBI)
+
+    async def absent(self: ObjectBlobs, sha256: str) -> int | None:
+        return None
+
+    monkeypatch.setattr(ObjectBlobs, "length", absent)
+    slept: list[float] = []
+
+    async def pieces(pause_s: float) -> AsyncIterator[bytes]:
+        for at in range(0, len(big), MEBI):
+            yield big[at : at + MEBI]
+            if at == 2 * MEBI:  # the sender may take longer than the store may
+                await asyncio.sleep(pause_s)
+                slept.append(pause_s)
+
+    async with asyncio.timeout(20), answering(hangs) as (endpoint, _):
+        with pytest.raises(Unavailable, match=r"s3://blobs cannot be written: .*taken nothing"):
+            await objects(endpoint).put_stream(sha256(big), pieces(0.8))
+    assert slept == [0.8], "it is the store that is waited for in vain, not the sender"
+
+
+def test_the_registry_speaks_of_its_store_before_its_client_is_tired() -> None:
+    last_s = blob_objects.STORE_SILENT_S_MAX + blob_objects.CALL_TIMEOUT_S
+    assert max(last_s, blob_objects.PART_SILENT_S_MAX) < ingest.SILENT_S_MAX

@@ -60,7 +60,13 @@ PARTS_AT_ONCE = 4
 UPLOADS_AT_ONCE = 8
 ASKED_AT_ONCE = 16
 CALL_TIMEOUT_S = 30.0
-UPLOAD_TIMEOUT_S = 3600.0
+STORE_SILENT_S_MAX = 50.0
+"""No try begins after the store gave nothing for so long; so much longer may the last one take."""
+
+LOOK_EVERY_S = 1.0
+PART_SILENT_S_MAX = 90.0
+"""So long a store may take no further part of an upload. Whoever sends has no bound here."""
+
 FOLDER = "sha256"
 # Another try would be answered alike: all of 4xx but request timeout and too many requests.
 ASKED_WRONGLY = re.compile(r"status code: 4(?!08|29)\d\d")
@@ -116,17 +122,18 @@ class ObjectBlobs:
 
     async def stream(self, sha256: str, *, begin: int, end: int) -> AsyncGenerator[bytes, None]:
         """See `ByteStore`. A read that breaks off goes on where it was, within the same bounds."""
-        at, tries = begin, 0
+        at, tries, gave_s = begin, 0, self._clock.monotonic_s()
         while at < end:
             try:
                 async for piece in self._read(sha256, at, end):
                     at += len(piece)
                     yield piece
+                    gave_s = self._clock.monotonic_s()
                 if at < end:
                     raise ended_early(self.name, sha256, at, end)
             except (BaseError, OSError, TimeoutError) as error:
                 tries += 1
-                if not await self._again("read", tries):
+                if not await self._again("read", tries, since_s=gave_s):
                     raise self._unavailable("read", error) from error
 
     async def _read(self, sha256: str, begin: int, end: int) -> AsyncIterator[bytes]:
@@ -190,29 +197,40 @@ class ObjectBlobs:
 
     async def _upload(self, path: str, checked: _Checked) -> None:
         """The object appears with its last part, which is held back until the sha256 is right."""
-        parts = checked.parts()
+        taken = _Taken(checked.parts(), self._clock)
+        parts = taken.parts()
+        writing = asyncio.ensure_future(self._written(path, parts))
         try:
-            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-                first = await anext(parts, b"")
-                second = await anext(parts, None)
-                if second is None:
-                    await self._call("written", lambda: obstore.put_async(self._store, path, first))
-                    return
-                await obstore.put_async(
-                    self._store,
-                    path,
-                    _chain(first, second, parts),
-                    use_multipart=True,
-                    chunk_size=PART_BYTES,
-                    max_concurrency=PARTS_AT_ONCE,
-                )
+            while not writing.done():
+                await asyncio.wait({writing}, timeout=LOOK_EVERY_S)
+                if not writing.done() and taken.silent_s() > PART_SILENT_S_MAX:
+                    raise TimeoutError(f"it has taken nothing for {PART_SILENT_S_MAX:.0f} s")
+            await writing
         except (BaseError, OSError, TimeoutError) as error:
             if error is checked.fault:
                 raise
             self._tally.count("store_calls", what="written", outcome="failed")
             raise self._unavailable("written", error) from error
         finally:
+            if not writing.done():
+                writing.cancel()
+                await asyncio.wait({writing}, timeout=CALL_TIMEOUT_S)
             await parts.aclose()
+
+    async def _written(self, path: str, parts: AsyncGenerator[bytes, None]) -> None:
+        first = await anext(parts, b"")
+        second = await anext(parts, None)
+        if second is None:
+            await self._call("written", lambda: obstore.put_async(self._store, path, first))
+            return
+        await obstore.put_async(
+            self._store,
+            path,
+            _chain(first, second, parts),
+            use_multipart=True,
+            chunk_size=PART_BYTES,
+            max_concurrency=PARTS_AT_ONCE,
+        )
 
     async def _damaged(self, sha256: str, stored: int, size_bytes: int) -> BytesMissing:
         """An object of another length than its content has cannot have come from here."""
@@ -334,8 +352,8 @@ class ObjectBlobs:
             FileNotFoundError, NotFoundError: there is no such object, which is an answer.
             Unavailable: all else.
         """
-        self._budget = retrying.called(self._budget, self._retry, now_s=self._clock.monotonic_s())
-        tries = 0
+        tries, begun_s = 0, self._clock.monotonic_s()
+        self._budget = retrying.called(self._budget, self._retry, now_s=begun_s)
         while True:
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -348,20 +366,23 @@ class ObjectBlobs:
                 raise self._unavailable(what, error, blob) from error
             except (BaseError, OSError, TimeoutError) as error:
                 tries += 1
-                if ASKED_WRONGLY.search(str(error)) or not await self._again(what, tries):
+                if ASKED_WRONGLY.search(str(error)) or not await self._again(
+                    what, tries, since_s=begun_s
+                ):
                     raise self._unavailable(what, error, blob) from error
             else:
                 self._tally.count("store_calls", what=what, outcome="ok")
                 return found
 
-    async def _again(self, what: str, tries: int) -> bool:
-        """Wait for the next try; False when there is none to make."""
+    async def _again(self, what: str, tries: int, *, since_s: float) -> bool:
+        """Wait for the next try; False when there is none to make.
+
+        Args:
+            since_s: when the store gave something last, or was asked first.
+        """
         now_s = self._clock.monotonic_s()
-        left = (
-            retrying.retried(self._budget, self._retry, now_s=now_s)
-            if tries < self._retry.tries_max
-            else None
-        )
+        more = tries < self._retry.tries_max and now_s - since_s < STORE_SILENT_S_MAX
+        left = retrying.retried(self._budget, self._retry, now_s=now_s) if more else None
         if left is None:
             self._tally.count("store_calls", what=what, outcome="failed")
             return False
@@ -427,6 +448,29 @@ class _Checked:
         except Exception as error:
             self.fault = error
             raise
+
+
+class _Taken:
+    """Parts on their way to the store, and since when it has taken none of them."""
+
+    def __init__(self, parts: AsyncGenerator[bytes, None], clock: Clock) -> None:
+        self._parts, self._clock = parts, clock
+        self._since_s: float | None = None
+
+    def silent_s(self) -> float:
+        """Seconds since a part was there for the store, or all were; 0 while the sender is awaited."""
+        return 0.0 if self._since_s is None else self._clock.monotonic_s() - self._since_s
+
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        """The same parts. Raises whatever they raise."""
+        try:
+            async for part in self._parts:
+                self._since_s = self._clock.monotonic_s()
+                yield part
+                self._since_s = None
+            self._since_s = self._clock.monotonic_s()
+        finally:
+            await self._parts.aclose()
 
 
 async def _chain(

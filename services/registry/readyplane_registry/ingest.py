@@ -54,6 +54,9 @@ from readyplane_registry.quantised import quantisation_of, scales_of
 
 UPLOAD_BYTES = 1024 * 1024
 UPLOADS_MAX = 2
+SILENT_S_MAX = 120.0
+"""A registry says before that what its byte store does not do (`STORE_SILENT_S_MAX` there)."""
+
 HOLD_NAMES_MAX = 5_000
 
 
@@ -428,7 +431,7 @@ class RemoteBlobs:
     async def _asking(self, method: str, sha256: str, data: Any) -> AsyncIterator[Any]:
         import aiohttp
 
-        limits = aiohttp.ClientTimeout(total=None, connect=10.0, sock_read=120.0)
+        limits = aiohttp.ClientTimeout(total=None, connect=10.0, sock_read=SILENT_S_MAX)
         url = self._url + sha256.removeprefix("sha256:")
         try:
             async with (
@@ -436,6 +439,11 @@ class RemoteBlobs:
                 session.request(method, url, data=data) as answer,
             ):
                 yield answer
+        except aiohttp.SocketTimeoutError as error:
+            raise Unavailable(
+                f"registry at {self._url} has been silent for {SILENT_S_MAX:.0f} s over {sha256}",
+                "look whether its byte store hangs (--blob-store), and whether it runs itself",
+            ) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unavailable(
                 f"registry at {self._url} does not answer ({type(error).__name__})",
