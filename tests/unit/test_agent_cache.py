@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from readyplane.core.errors import InvalidField
 from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.files import FileReader
@@ -245,3 +246,21 @@ def test_a_part_is_removed_when_it_cannot_get_its_name(
         cache.store(arena)
     arena.close()
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_what_never_fits_is_said_with_both_sizes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    art = artifact()
+    cache = WeightCache(tmp_path, bytes_max=1000)
+    assert cache.store(loaded(art)) == 0
+    told = caplog.records[-1].getMessage()
+    assert "--cache-bytes-max" in told
+    assert "1000 B" in told
+    assert f"{art.manifest.size_bytes} B" in told
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidField, match=r"--cache-dir: .*file/x.* is not valid"):
+        WeightCache(tmp_path / "file" / "x", bytes_max=1000)

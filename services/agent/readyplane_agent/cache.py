@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from readyplane.core.errors import IdentityMismatch
+from readyplane.core.errors import IdentityMismatch, InvalidField
 from readyplane.core.identity import FileEntry, Manifest
 from readyplane_agent.arena import Arena
 
@@ -60,7 +60,12 @@ class WeightCache:
     def __init__(self, folder: Path, *, bytes_max: int) -> None:
         self.folder = folder
         self._bytes_max = bytes_max
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise InvalidField(
+                "--cache-dir", str(folder), f"name a folder that can be made and written ({error})"
+            ) from error
 
     def locate(self, entry: FileEntry) -> Path:
         """Where a file lies if it is here."""
@@ -91,7 +96,14 @@ class WeightCache:
         """
         wanted = [e for e in arena.manifest.files if not self._present(e)]
         size = sum(entry.size_bytes for entry in wanted)
-        if not wanted or arena.manifest.size_bytes > self._bytes_max:
+        if not wanted:
+            return 0
+        if arena.manifest.size_bytes > self._bytes_max:
+            log.warning(
+                "weight cache: %d B of %s never fit into %d B (--cache-bytes-max); the next start"
+                " on this node reads them from elsewhere",
+                *(arena.manifest.size_bytes, arena.manifest.digest[:19], self._bytes_max),
+            )
             return 0
         if not self._make_room(size, keep={self.locate(e).name for e in arena.manifest.files}):
             log.warning("weight cache: what is left is being read; %d B are not cached", size)

@@ -169,9 +169,14 @@ class Loading:
             return
         try:
             written = await asyncio.to_thread(cache.store, arena)
-            log.info("weight cache: %.1f MB written", written / 1e6)
+            if written:
+                log.info("weight cache: %.1f MB written", written / 1e6)
         except (OSError, IdentityMismatch) as error:
-            log.warning("weight cache not written: %s", error)
+            log.warning(
+                "weight cache %s not written: %s; the worker serves, the next start here reads"
+                " from elsewhere",
+                *(cache.folder, error),
+            )
 
 
 def _answered(manifest: Manifest) -> Manifest:
