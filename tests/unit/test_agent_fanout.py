@@ -27,6 +27,7 @@ from readyplane_agent.chunk_order import (
 from readyplane_agent.fanout import Fanout
 from readyplane_agent.pacing import Foreground
 from readyplane_agent.ranges import Fault, HttpReader
+from readyplane_agent.transfer import TransferServer
 from tests.unit.agent_twins import TwinRegistry, artifact, serving, source
 from tests.unit.peer_world import CLOCK, given_by, make, peer, put
 
@@ -181,6 +182,13 @@ async def test_a_reader_keeps_to_the_rate_it_was_told(monkeypatch: pytest.Monkey
     arena.close()
 
 
+async def let_go(leaving: TransferServer) -> None:
+    """Nobody reads there any more; its last thread may need a moment to end."""
+    async with asyncio.timeout(20):
+        while leaving.in_use:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_source_that_drains_hands_its_reader_over() -> None:
     """R22.3: told with a chunk, the reader goes on elsewhere with the missing chunks only."""
     art = artifact(floats=400_000)
@@ -199,7 +207,7 @@ async def test_a_source_that_drains_hands_its_reader_over() -> None:
         fetched = await running
         assert leaving.refused == {}
         assert leaving.bytes_served + staying.bytes_served == art.manifest.size_bytes
-        assert not leaving.in_use
+        await let_go(leaving)
     assert fetched.faults == ()
     assert {use.source_id for use in fetched.uses} == {"peer:w1", "peer:w2"}
     assert [told for _, _, told in registry.released] == ["", ""]
@@ -251,7 +259,7 @@ async def test_a_drain_is_bounded() -> None:
         leaving.drain(limit_s=0.2)
         with pytest.raises(Unavailable, match="it leaves"):
             await running
-        assert not leaving.in_use
+        await let_go(leaving)
     arena.close()
 
 
