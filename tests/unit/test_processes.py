@@ -22,7 +22,7 @@ from readyplane_lab.up.pids import (
     signal_exactly,
     start_mark,
 )
-from readyplane_lab.up.processes import ProcessTable, file_tail, write_atomically
+from readyplane_lab.up.processes import Account, ProcessTable, file_tail, write_atomically
 from readyplane_lab.up.reaping import reap
 
 SLEEP = ["sleep", "60"]
@@ -191,6 +191,30 @@ async def test_a_program_that_is_missing_is_named(table: ProcessTable, tmp_path:
     assert table.running() == () and stored(table.run_dir) == []
     (path,) = table.run_dir.glob("processes-*.json")
     assert json.loads(path.read_text())["starting"] is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a child as another user")
+async def test_a_child_of_another_account_is_not_forked_off_this_process(
+    table: ProcessTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork of a process with gRPC's threads may die; `subprocess` forks for these words alone."""
+    forks = {"user", "group", "extra_groups", "preexec_fn", "umask"}
+    really, given = subprocess.Popen, set[str]()
+
+    def watched(*words: object, **more: object) -> subprocess.Popen[bytes]:
+        given.update(more)
+        return really(*words, **more)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(subprocess, "Popen", watched)
+    log, account = tmp_path / "log", Account(65_534, 65_534)
+    await table.spawn("it", ["id"], ENV, log, account=account)
+    await until(lambda: table.returncode("it") is not None)
+    assert "uid=65534" in log.read_text()
+    assert "gid=65534" in log.read_text()
+    assert "0(root)" not in log.read_text()
+    assert not forks & given
+    with pytest.raises(Unavailable, match="no program nowhere"):
+        await table.spawn("none", ["nowhere"], ENV, log, account=account)
 
 
 async def test_a_start_that_cannot_be_recorded_leaves_nobody(

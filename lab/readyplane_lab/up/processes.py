@@ -22,8 +22,10 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -347,6 +349,24 @@ def write_atomically(path: Path, text: str) -> None:
 
 # -- starting -------------------------------------------------------------------------------------
 
+# Another account is taken by the child's own first program. Asked of `subprocess` it would be a real
+# fork of this process, in which gRPC has threads at work: the copy may die before it runs anything.
+_AS_ACCOUNT = (
+    "import os, sys; os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[2]));"
+    " os.execv(sys.argv[3], sys.argv[3:])"
+)
+
+
+def _as_account(argv: Sequence[str], account: Account | None) -> list[str]:
+    """Raises FileNotFoundError: there is no such program."""
+    if account is None:
+        return list(argv)
+    program = shutil.which(argv[0])
+    if program is None:
+        raise FileNotFoundError(f"no program {argv[0]}")
+    ids = (str(account.gid), str(account.uid))
+    return [sys.executable, "-I", "-S", "-c", _AS_ACCOUNT, *ids, program, *argv[1:]]
+
 
 def _start(
     name: str,
@@ -361,7 +381,7 @@ def _start(
     try:
         with _log_file(log_path) as output, _stdin(stdin_text) as given:
             return subprocess.Popen(
-                list(argv),
+                _as_account(argv, account),
                 env=dict(env),
                 cwd=cwd,
                 stdin=given,
@@ -369,9 +389,6 @@ def _start(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=tuple(pass_fds),
-                user=None if account is None else account.uid,
-                group=None if account is None else account.gid,
-                extra_groups=None if account is None else [],
             )
     except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(
