@@ -32,6 +32,11 @@ class Lent:
     since_s: float
 
 
+def slow_after_s(usual_s: float) -> float:
+    """From when on one of the last chunks is slow; `usual_s` as of `slow`."""
+    return max(ENDGAME_AFTER_S, ENDGAME_USUAL * usual_s)
+
+
 def slow(
     lent: Iterable[Lent], ours: bytes | bytearray, *, now_s: float, usual_s: float
 ) -> list[Lent]:
@@ -43,8 +48,7 @@ def slow(
     """
     if ours.count(MISSING) or not 0 < ours.count(COMING) <= ENDGAME_CHUNKS_MAX:
         return []
-    limit_s = max(ENDGAME_AFTER_S, ENDGAME_USUAL * usual_s)
-    late = [one for one in lent if now_s - one.since_s > limit_s]
+    late = [one for one in lent if now_s - one.since_s > slow_after_s(usual_s)]
     return sorted(late, key=lambda one: (one.since_s, one.chunk))
 
 
@@ -54,8 +58,7 @@ def stalled_s(lent: Iterable[Lent], *, now_s: float, usual_s: float) -> float:
     0 while that is not so. Such a source gives nothing, as a stopped process does.
     """
     newest_s = max((one.since_s for one in lent), default=now_s)
-    quiet_s = now_s - newest_s
-    return quiet_s if quiet_s > max(STALLED_AFTER_S, ENDGAME_USUAL * usual_s) else 0.0
+    return _if_long(now_s - newest_s, usual_s)
 
 
 def quiet_s(lent: Iterable[Lent], *, gave_s: float, now_s: float, usual_s: float) -> float:
@@ -67,8 +70,12 @@ def quiet_s(lent: Iterable[Lent], *, gave_s: float, now_s: float, usual_s: float
         gave_s: when a chunk came last, from anybody.
     """
     oldest_s = min((one.since_s for one in lent), default=now_s)
-    found_s = now_s - max(gave_s, oldest_s)
-    return found_s if found_s > max(STALLED_AFTER_S, ENDGAME_USUAL * usual_s) else 0.0
+    return _if_long(now_s - max(gave_s, oldest_s), usual_s)
+
+
+def _if_long(seconds: float, usual_s: float) -> float:
+    """So many seconds without anything, 0 while that is not long."""
+    return seconds if seconds > max(STALLED_AFTER_S, ENDGAME_USUAL * usual_s) else 0.0
 
 
 def second(

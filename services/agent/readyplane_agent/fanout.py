@@ -25,12 +25,11 @@ from readyplane_agent.chunk_order import (
     own_order,
 )
 from readyplane_agent.endgame import (
-    ENDGAME_AFTER_S,
-    ENDGAME_USUAL,
     Lent,
     quiet_s,
     second,
     slow,
+    slow_after_s,
     stalled_s,
 )
 from readyplane_agent.ranges import Fault, HttpReader, RangeReader
@@ -236,10 +235,9 @@ class Fanout:
     def _second(self, side: Side, reader: RangeReader | None) -> int | None:
         if side.vain:
             return None
-        late = self._slow()
         self._leave_vain(side)
         found = second(
-            late,
+            self._slow(),
             source_id=side.source_id,
             held=side.held,
             doubled=self._doubled,
@@ -256,7 +254,7 @@ class Fanout:
         It is `side` that can bring it instead; the other gets none of the last again until he has
         given something.
         """
-        limit_s = max(ENDGAME_AFTER_S, ENDGAME_USUAL * self._usual_s)
+        limit_s = slow_after_s(self._usual_s)
         for number, beside in self._doubled.items():
             late = self.now_s() - beside.since_s > limit_s
             if not late or beside.side is side or beside.left or number in self._claimed:
