@@ -128,7 +128,7 @@ async def test_a_rank_that_is_killed_is_the_one_that_is_named(factory: GroupFact
     assert found is not None and (found.rank, found.returncode) == (1, -signal.SIGKILL)
     assert engine.ranks()[0].returncode == LOST_STATUS
     assert engine.returncode == -signal.SIGKILL
-    assert engine.log_tail(3).startswith("rank 1: ended with status -9")
+    assert engine.log_tail(3).startswith("rank 1: ended with -9")
     await engine.stop()
 
 

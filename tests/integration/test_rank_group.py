@@ -143,7 +143,7 @@ async def test_a_rank_killed_at_a_step_fails_the_generation_and_frees_the_other(
         assert await c.ended("w") == ExitCode.START_FAILED
         assert not other.is_running()
         assert not (tmp_path / "work" / "w").exists()
-        says = "rank 1: ended with status -9" if victim else "ended with status -9"
+        says = "rank 1: ended with -9" if victim else "the engine ended with -9"
         assert says in log(c, "w"), log(c, "w")
         assert not {state for _, state in seen} & {WorkerState.READY, WorkerState.STANDBY}
         gone = await c.worker("w")

@@ -68,6 +68,6 @@ async def test_what_no_end_of_an_engine_explains_is_told_at_once() -> None:
     engine.pid = 0  # nothing was started yet: the registry was away, say
     assert await explained(CLOSED, engine, clock) == str(CLOSED)
     engine.pid, engine.returncode = 4242, 3
-    died = Unavailable("the engine ended with status 3: no memory", "see its log")
+    died = Unavailable("the engine ended with 3: no memory", "see its log")
     assert await explained(died, engine, clock) == str(died)
     assert clock.now_s == 100.0

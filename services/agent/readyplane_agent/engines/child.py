@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from readyplane.core.errors import Unavailable
+from readyplane_agent.engines.exit_status import status_text
 
 LOG_TAIL_BYTES = 8192
 KILL_LIMIT_S = 10.0
@@ -110,7 +111,7 @@ class EngineProcess:
         if self.returncode is None:
             return None
         return Unavailable(
-            f"the engine ended with status {self.returncode}; {log_end(self.tail(5))}",
+            f"the engine ended with {status_text(self.returncode)}; {log_end(self.tail(5))}",
             "see the engine's log",
         )
 

@@ -24,6 +24,7 @@ from readyplane.core.startup import Segment, SegmentName
 from readyplane.core.worker import LoadReport, Serving
 from readyplane.kit.clock import Clock, SystemClock
 from readyplane_agent.engines.child import is_stopped, log_end
+from readyplane_agent.engines.exit_status import status_text
 from readyplane_agent.engines.modelled import standing
 from readyplane_agent.engines.modelled.asked import AskedBeyond
 from readyplane_agent.engines.offers import Imported
@@ -204,7 +205,7 @@ class ModelledEngine(AskedBeyond):
     def _died(self) -> Unavailable:
         why = self._facts.get("failure") or log_end(self.log_tail(5))
         return Unavailable(
-            f"the engine ended with status {self.returncode}: {why}", "see the engine's log"
+            f"the engine ended with {status_text(self.returncode)}: {why}", "see the engine's log"
         )
 
     def _read_facts(self) -> None:

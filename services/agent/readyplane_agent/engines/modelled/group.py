@@ -129,7 +129,7 @@ class ModelledGroup(ModelledEngine):
         step = str(facts.get("step", STEPS[0]))
         why = str(facts.get("failure", ""))
         if process.returncode is not None and not why:
-            why = f"ended with status {status_text(process.returncode)}"
+            why = f"ended with {status_text(process.returncode)}"
         return RankStep(
             rank=rank,
             step=step if step in STEPS else STEPS[0],
