@@ -12,6 +12,7 @@ from readyplane.core.errors import LostLease, StaleEpoch, Unauthenticated
 from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.startup import SegmentName, WeightTier, critical_path
 from readyplane.ports import Directive
+from readyplane_agent import draining
 from readyplane_agent import life as life_module
 from readyplane_agent.lifecycle import ExitCode, State
 from tests.unit.agent_twins import (
@@ -244,7 +245,7 @@ async def test_a_drain_is_bounded_by_its_deadline(tmp_path: Path) -> None:
 async def test_an_engine_that_hangs_holds_up_no_deadline_of_a_drain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life_module, "IDLE_ASKED_S_MAX", 0.1)
+    monkeypatch.setattr(draining, "IDLE_ASKED_S_MAX", 0.1)
     async with living(tmp_path) as w:
         running = await ready(w)
 

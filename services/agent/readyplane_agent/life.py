@@ -24,6 +24,7 @@ from readyplane_agent import meeting
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.changing import Changing
 from readyplane_agent.dead_end import dead_end
+from readyplane_agent.draining import Draining
 from readyplane_agent.engine_end import end_text, explained
 from readyplane_agent.engines.port import EnginePort
 from readyplane_agent.giving import Giving
@@ -56,7 +57,6 @@ log = logging.getLogger("agent")
 START_NEWS_S = 1.0
 DRAIN_NEWS_S = 0.5
 SERVE_TURN_S = 1.0
-IDLE_ASKED_S_MAX = 1.0
 STANDBY_NEWS_S = 0.5
 ENGINE_WATCH_S = 0.25
 LEAVE_LIMIT_S = 3.0
@@ -111,10 +111,8 @@ class Life:
         self.started = Started(settings.serves)
         self.kv = KvForwarder()
         self._load = LoadReader(engine, clock)
-        self.drain_until_s: float | None = None
         self.ready_s: float | None = None
         self.up_s: float | None = None  # the start is over: it serves, or stands by
-        self._drained = False
         self._wake = asyncio.Event()
         self._told_ready = False
         self._end: asyncio.Future[End] | None = None
@@ -152,6 +150,15 @@ class Life:
             on_directive=self.direct,
             on_regranted=self._regranted,
             random=random,
+        )
+        self._draining = Draining(
+            settings,
+            router=router,
+            engine=engine,
+            session=self.session,
+            transfer=self.transfer,
+            clock=clock,
+            end=self.end,
         )
         self._start = Start(
             settings,
@@ -257,7 +264,7 @@ class Life:
         while True:
             drains = self.state in {State.DRAINING, State.FLIPPING}
             if drains:
-                await self._drain_step(self._clock.monotonic_s())
+                await self._draining.look(leaves=self.state is State.DRAINING)
             await self._or_wake(DRAIN_NEWS_S if drains else SERVE_TURN_S)
 
     async def _or_wake(self, seconds: float) -> None:
@@ -271,30 +278,6 @@ class Life:
             for wait in waits:
                 wait.cancel()
         self._wake.clear()
-
-    async def _is_idle(self) -> bool:
-        """An engine that hangs is not known to be idle, and holds up no deadline of a drain."""
-        try:
-            async with asyncio.timeout(IDLE_ASKED_S_MAX):
-                return await self.engine.is_idle()
-        except TimeoutError:
-            return False
-
-    async def _drain_step(self, now_s: float) -> None:
-        leaves = self.state is State.DRAINING
-        given = not leaves or not self.transfer.in_use  # who only flips goes on giving
-        if not self._drained and await self._is_idle() and given:
-            self._drained = True
-            log.info("drained: the engine holds nothing for anybody")
-            self.session.poke()
-        if not leaves:
-            return
-        contact_s, lease = self.session.contact_s, self._lease()
-        if self._drained and contact_s is not None and now_s - contact_s > lease.ttl_s:
-            # Nobody can send work to a worker whose lease has run out; nothing is left to wait for.
-            self.end(Event.LEAVE_ASKED, "drained, and the router has been away for a whole lease")
-        elif self.drain_until_s is not None and now_s > self.drain_until_s:
-            self.end(Event.LEAVE_ASKED, "the drain's deadline has passed")
 
     async def _close(self, end: End) -> ExitCode:
         """Give everything back, in the order that harms nobody (B60, B65, R22.1)."""
@@ -344,7 +327,7 @@ class Life:
         if self.state in SERVES and self.state is not State.DRAINING:
             log.info("asked to end by a signal: draining")
             self._begin_drain(self.settings.drain_deadline_s, "the agent was asked to end")
-            self.background(self._tell_router_of_drain())
+            self.background(self._draining.tell_router())
         else:
             self.end(Event.LEAVE_ASKED, "asked to end by a signal")
 
@@ -378,7 +361,7 @@ class Life:
     def _flip(self, directive: Directive, role: Role, why: str) -> None:
         """Told until it is done: first to drain for it, and with no time left to go."""
         if self.state is State.READY and role is not self.started.role:
-            self._drained = False
+            self._draining.drained = False
             self._changing.flip(role, why)
             self._wake.set()
         if self.state is State.FLIPPING and directive.deadline_s == 0.0:
@@ -387,7 +370,7 @@ class Life:
     async def _turn(self) -> None:
         await self._upgrading.interrupt("it changes the stage")
         if await self._changing.turn():
-            self._drained = False
+            self._draining.drained = False
             self._ready_at_last()
 
     def end(self, event: Event, why: str) -> None:
@@ -468,7 +451,7 @@ class Life:
         elif self.state in WAITS:
             within_s = STANDBY_NEWS_S  # the word to serve comes with an answer: ask often
         holds = self._waiting.holds(stands_by=self.state is State.STANDBY, bare=bare)
-        return News(progress, load, self._drained, within_s, holds)
+        return News(progress, load, self._draining.drained, within_s, holds)
 
     def _told_anew(self) -> None:
         """What renewals tell of the start has changed: once more, with the next."""
@@ -514,26 +497,12 @@ class Life:
     # ----------------------------------------------------------------------- drain and leave
 
     def _begin_drain(self, deadline_s: float, why: str) -> None:
-        log.info("draining for at most %.0f s: %s", deadline_s, why)
-        self.drain_until_s = self._clock.monotonic_s() + deadline_s
+        self._draining.begin(deadline_s, why)
         self._tell(Event.DRAIN_ASKED)
         self.background(self._upgrading.interrupt("it is to leave"))
         self.transfer.drain(limit_s=min(deadline_s, HAND_OVER_LIMIT_S))
         self.giving.poke()
         self._wake.set()
-
-    async def _tell_router_of_drain(self) -> None:
-        """The router must stop sending work before we wait for an idle engine (B62)."""
-        try:
-            await self._router.drain(
-                self.settings.worker_id,
-                epoch=self.session.epoch,
-                reason="the agent was asked to end",
-                deadline_s=self.settings.drain_deadline_s,
-                scale_decision_id=self.settings.scale_decision_id,
-            )
-        except ReadyplaneError as error:
-            log.warning("the router does not know of the drain: %s", error)
 
     async def _leave(self, why: str) -> None:
         lease = self._lease()
