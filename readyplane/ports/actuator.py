@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from readyplane.core.startup import StartMode
@@ -18,6 +18,7 @@ class Order:
             iterations that keep this time per output token.
         standby: it waits until the router activates it; holds: with what.
         graph_stages: ready with few graphs, more are captured while it serves.
+        policy_version: that it was decided under; 0 where that is not told.
     """
 
     worker_id: str
@@ -33,6 +34,13 @@ class Order:
     standby: bool = False
     holds: Holds = Holds.WEIGHTS
     graph_stages: bool = False
+    policy_version: int = 0
+
+    def same_as(self, other: Order) -> bool:
+        """Whether both ask for one worker, whoever decided it and under which policy."""
+        return replace(self, scale_decision_id="", policy_version=0) == replace(
+            other, scale_decision_id="", policy_version=0
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1creadyplane/v1/actuator.proto\x12\rreadyplane.v1\x1a\x1egoogle/protobuf/duration.proto\"\x8e\x02\n\x05Order\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0cworker_class\x18\x04 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x03\x12\x0c\n\x04mode\x18\x07 \x01(\t\x12\x19\n\x11scale_decision_id\x18\x08 \x01(\t\x12\x17\n\x0fnode_preference\x18\t \x03(\t\x12\x1a\n\x12\x63onvertible_tpot_s\x18\n \x01(\x01\x12\x0f\n\x07standby\x18\x0b \x01(\x08\x12\r\n\x05holds\x18\x0c \x01(\t\x12\x14\n\x0cgraph_stages\x18\r \x01(\x08\"a\n\x10ProvisionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x05order\x18\x02 \x01(\x0b\x32\x14.readyplane.v1.Order\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x03\">\n\x11ProvisionResponse\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x17.readyplane.v1.Instance\"\x90\x01\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x31\n\x0egrace_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x05 \x01(\x03\"<\n\x0fReleaseResponse\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x17.readyplane.v1.Instance\"\xa7\x02\n\x08Instance\x12#\n\x05order\x18\x01 \x01(\x0b\x32\x14.readyplane.v1.Order\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x11\n\tnode_note\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x03\x12\x17\n\x0f\x61llocated_ago_s\x18\x06 \x01(\x01\x12\x1a\n\rrunning_ago_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0c\x65xited_ago_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\texit_code\x18\t \x01(\x05H\x02\x88\x01\x01\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x10\n\x08log_tail\x18\x0b \x01(\tB\x10\n\x0e_running_ago_sB\x0f\n\r_exited_ago_sB\x0c\n\n_exit_code\";\n\x14ListInstancesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\"C\n\x15ListInstancesResponse\x12*\n\tinstances\x18\x01 \x03(\x0b\x32\x17.readyplane.v1.Instance2\x80\x02\n\x08\x41\x63tuator\x12N\n\tProvision\x12\x1f.readyplane.v1.ProvisionRequest\x1a .readyplane.v1.ProvisionResponse\x12H\n\x07Release\x12\x1d.readyplane.v1.ReleaseRequest\x1a\x1e.readyplane.v1.ReleaseResponse\x12Z\n\rListInstances\x12#.readyplane.v1.ListInstancesRequest\x1a$.readyplane.v1.ListInstancesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1creadyplane/v1/actuator.proto\x12\rreadyplane.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa6\x02\n\x05Order\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0cworker_class\x18\x04 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x03\x12\x0c\n\x04mode\x18\x07 \x01(\t\x12\x19\n\x11scale_decision_id\x18\x08 \x01(\t\x12\x17\n\x0fnode_preference\x18\t \x03(\t\x12\x1a\n\x12\x63onvertible_tpot_s\x18\n \x01(\x01\x12\x0f\n\x07standby\x18\x0b \x01(\x08\x12\r\n\x05holds\x18\x0c \x01(\t\x12\x14\n\x0cgraph_stages\x18\r \x01(\x08\x12\x16\n\x0epolicy_version\x18\x0e \x01(\x03\"a\n\x10ProvisionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x05order\x18\x02 \x01(\x0b\x32\x14.readyplane.v1.Order\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x03\">\n\x11ProvisionResponse\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x17.readyplane.v1.Instance\"\x90\x01\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x31\n\x0egrace_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x05 \x01(\x03\"<\n\x0fReleaseResponse\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x17.readyplane.v1.Instance\"\xa7\x02\n\x08Instance\x12#\n\x05order\x18\x01 \x01(\x0b\x32\x14.readyplane.v1.Order\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x11\n\tnode_note\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x03\x12\x17\n\x0f\x61llocated_ago_s\x18\x06 \x01(\x01\x12\x1a\n\rrunning_ago_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0c\x65xited_ago_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\texit_code\x18\t \x01(\x05H\x02\x88\x01\x01\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x10\n\x08log_tail\x18\x0b \x01(\tB\x10\n\x0e_running_ago_sB\x0f\n\r_exited_ago_sB\x0c\n\n_exit_code\";\n\x14ListInstancesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x02 \x01(\x03\"C\n\x15ListInstancesResponse\x12*\n\tinstances\x18\x01 \x03(\x0b\x32\x17.readyplane.v1.Instance2\x80\x02\n\x08\x41\x63tuator\x12N\n\tProvision\x12\x1f.readyplane.v1.ProvisionRequest\x1a .readyplane.v1.ProvisionResponse\x12H\n\x07Release\x12\x1d.readyplane.v1.ReleaseRequest\x1a\x1e.readyplane.v1.ReleaseResponse\x12Z\n\rListInstances\x12#.readyplane.v1.ListInstancesRequest\x1a$.readyplane.v1.ListInstancesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'readyplane.v1.actuator_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ORDER']._serialized_start=80
-  _globals['_ORDER']._serialized_end=350
-  _globals['_PROVISIONREQUEST']._serialized_start=352
-  _globals['_PROVISIONREQUEST']._serialized_end=449
-  _globals['_PROVISIONRESPONSE']._serialized_start=451
-  _globals['_PROVISIONRESPONSE']._serialized_end=513
-  _globals['_RELEASEREQUEST']._serialized_start=516
-  _globals['_RELEASEREQUEST']._serialized_end=660
-  _globals['_RELEASERESPONSE']._serialized_start=662
-  _globals['_RELEASERESPONSE']._serialized_end=722
-  _globals['_INSTANCE']._serialized_start=725
-  _globals['_INSTANCE']._serialized_end=1020
-  _globals['_LISTINSTANCESREQUEST']._serialized_start=1022
-  _globals['_LISTINSTANCESREQUEST']._serialized_end=1081
-  _globals['_LISTINSTANCESRESPONSE']._serialized_start=1083
-  _globals['_LISTINSTANCESRESPONSE']._serialized_end=1150
-  _globals['_ACTUATOR']._serialized_start=1153
-  _globals['_ACTUATOR']._serialized_end=1409
+  _globals['_ORDER']._serialized_end=374
+  _globals['_PROVISIONREQUEST']._serialized_start=376
+  _globals['_PROVISIONREQUEST']._serialized_end=473
+  _globals['_PROVISIONRESPONSE']._serialized_start=475
+  _globals['_PROVISIONRESPONSE']._serialized_end=537
+  _globals['_RELEASEREQUEST']._serialized_start=540
+  _globals['_RELEASEREQUEST']._serialized_end=684
+  _globals['_RELEASERESPONSE']._serialized_start=686
+  _globals['_RELEASERESPONSE']._serialized_end=746
+  _globals['_INSTANCE']._serialized_start=749
+  _globals['_INSTANCE']._serialized_end=1044
+  _globals['_LISTINSTANCESREQUEST']._serialized_start=1046
+  _globals['_LISTINSTANCESREQUEST']._serialized_end=1105
+  _globals['_LISTINSTANCESRESPONSE']._serialized_start=1107
+  _globals['_LISTINSTANCESRESPONSE']._serialized_end=1174
+  _globals['_ACTUATOR']._serialized_start=1177
+  _globals['_ACTUATOR']._serialized_end=1433
 # @@protoc_insertion_point(module_scope)

@@ -36,6 +36,7 @@ class Order(google.protobuf.message.Message):
     STANDBY_FIELD_NUMBER: builtins.int
     HOLDS_FIELD_NUMBER: builtins.int
     GRAPH_STAGES_FIELD_NUMBER: builtins.int
+    POLICY_VERSION_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: builtins.str
     """prefill, decode or both."""
@@ -56,6 +57,10 @@ class Order(google.protobuf.message.Message):
     """What it holds until then: weights (also when empty), process or asleep."""
     graph_stages: builtins.bool
     """Ready with few graphs; more are captured while it serves."""
+    policy_version: builtins.int
+    """Version of the policy that it was decided under; 0 where that is not told. An actuator that goes
+    by an older one reads the policy again.
+    """
     @property
     def node_preference(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Wanted nodes, best first; the actuator says why when it takes another."""
@@ -76,8 +81,9 @@ class Order(google.protobuf.message.Message):
         standby: builtins.bool = ...,
         holds: builtins.str = ...,
         graph_stages: builtins.bool = ...,
+        policy_version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["convertible_tpot_s", b"convertible_tpot_s", "generation", b"generation", "graph_stages", b"graph_stages", "holds", b"holds", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node_preference", b"node_preference", "role", b"role", "scale_decision_id", b"scale_decision_id", "standby", b"standby", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["convertible_tpot_s", b"convertible_tpot_s", "generation", b"generation", "graph_stages", b"graph_stages", "holds", b"holds", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node_preference", b"node_preference", "policy_version", b"policy_version", "role", b"role", "scale_decision_id", b"scale_decision_id", "standby", b"standby", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Order: typing_extensions.TypeAlias = Order
 

@@ -25,6 +25,7 @@ def order_to_proto(order: Order) -> pb.Order:
         standby=order.standby,
         holds=order.holds,
         graph_stages=order.graph_stages,
+        policy_version=order.policy_version,
     )
 
 
@@ -44,6 +45,7 @@ def order_from_proto(message: pb.Order) -> Order:
         standby=message.standby,
         holds=enum_of(Holds, message.holds, "order.holds", Holds.WEIGHTS),
         graph_stages=message.graph_stages,
+        policy_version=message.policy_version,
     )
 
 

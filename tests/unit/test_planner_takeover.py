@@ -323,6 +323,8 @@ async def test_an_order_without_an_answer_is_given_again_by_the_same_name() -> N
         assert pair.first.service._memory.guard_p.failures == 0
         kinds = {o.kind for o in await pair.first.journal.outcomes(MODEL, "unanswered", limit=9)}
         assert kinds == {"unanswered"}
+        versions = {o.policy_version for o in pair.world.provisions}
+        assert versions == {pair.first.service._in_force.version}
         await pair.audit()
 
 

@@ -15,7 +15,9 @@ from readyplane.core.worker import Role
 from readyplane.ports import Instance, Order
 from readyplane_lab.up import actuator_rpc
 
-ORDER = Order("p-1", Role.PREFILL, "demo", "h200", "sha256:x", node_preference=("n1",))
+ORDER = Order(
+    "p-1", Role.PREFILL, "demo", "h200", "sha256:x", node_preference=("n1",), policy_version=3
+)
 
 
 class Double:

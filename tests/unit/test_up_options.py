@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -149,16 +150,24 @@ def test_a_class_starts_with_the_profile_that_the_policy_names() -> None:
 
 
 class RunningPolicy:
-    """A planner that knows a policy, or is away."""
+    """A planner that knows a policy, or is away; it counts how often it is asked."""
 
     def __init__(self) -> None:
         self.document: dict[str, Any] | None = None
+        self.version, self.asked = 1, 0
 
     async def get_policy(self, model: str = "") -> tuple[dict[str, Any], int]:
         """The document."""
+        self.asked += 1
+        await asyncio.sleep(0)
         if self.document is None:
             raise Unavailable("planner", "start it")
-        return self.document, 1
+        return self.document, self.version
+
+
+def order_of(worker_class: str, *, version: int = 0, worker_id: str = "p-1") -> Order:
+    """An order of one class, decided under a version of the policy."""
+    return Order(worker_id, Role.PREFILL, "demo", worker_class, "sha256:x", policy_version=version)
 
 
 async def test_a_class_that_comes_into_the_policy_later_is_learnt_before_an_order() -> None:
@@ -167,15 +176,38 @@ async def test_a_class_that_comes_into_the_policy_later_is_learnt_before_an_orde
         "prefill": {"worker_class": "h100-tp4", "profile": "h100-tp4-llama70b"},
         "decode": {"worker_class": "tp2", "profile": "mine/tp2.json", "classes": []},
     }
-    await learn(known, planner)
+    await learn(known, planner, order_of("h100-tp4"))
     assert known("h100-tp4") == "h100-tp4-llama70b"
     assert known("tp2") == str(Path("mine/tp2.json").absolute())
     planner.document = None
-    await learn(known, planner)
+    await learn(known, planner, order_of("tp2", version=9))
     assert known("tp2").endswith("tp2.json"), "what was known stays while nobody can be asked"
+    with pytest.raises(Unavailable, match="worker class tp8 is not known"):
+        await learn(known, planner, order_of("tp8"))
 
 
-async def test_the_policy_in_force_is_read_for_each_order(tmp_path: Path) -> None:
+async def test_the_planner_is_asked_only_where_an_order_goes_by_what_is_not_known() -> None:
+    """Its answer is one that every order would wait for, up to two seconds."""
+    planner, known = RunningPolicy(), profiles_of({"prefill": {"worker_class": "h200-slow10"}})
+    planner.document = {"prefill": {"worker_class": "h200-slow10"}}
+    for _ in range(3):
+        await learn(known, planner, order_of("h200-slow10"))
+    assert planner.asked == 0
+    same = order_of("h200-slow10", version=1)
+    await asyncio.gather(*(learn(known, planner, same) for _ in range(4)))
+    assert planner.asked == 1, "orders that come together ask once"
+    # The class of that name has another profile from now on.
+    planner.document, planner.version = (
+        {"prefill": {"worker_class": "h200-slow10", "profile": "x.json"}},
+        2,
+    )
+    await learn(known, planner, same)
+    assert known("h200-slow10") == "h200-slow10"
+    await learn(known, planner, order_of("h200-slow10", version=2))
+    assert known("h200-slow10") == str(Path("x.json").absolute()) and planner.asked == 2
+
+
+async def test_an_order_of_an_unknown_class_reads_the_policy_in_force(tmp_path: Path) -> None:
     planner, known = RunningPolicy(), ClassProfiles()
     planner.document = {"prefill": {"worker_class": "h100-tp4", "profile": "h100-tp4-llama70b"}}
     async with ProcessTable(tmp_path / "run", on_exit=lambda *_: None) as table:
@@ -187,8 +219,12 @@ async def test_the_policy_in_force_is_read_for_each_order(tmp_path: Path) -> Non
             profile_of=known,
             learn=partial(learn, known, planner),
         )
-        order = Order("p-1", Role.PREFILL, "demo", "h100-tp4", "sha256:x")
-        assert (await made.provision(order)).state == "running"
+        order = order_of("h100-tp4", version=1)
+        first = await made.provision(order)
+        assert first.state == "running"
+        # A later leader gives the order again, by another policy: it is the same worker.
+        again = replace(order, scale_decision_id="d-2", policy_version=2)
+        assert (await made.provision(again)).pid == first.pid
         with pytest.raises(NotFound, match="nobody's"):
-            await made.provision(replace(order, worker_id="p-2", worker_class="nobody's"))
+            await made.provision(order_of("nobody's", worker_id="p-2"))
         await made.release_all(grace_s=0.0, reason="test")

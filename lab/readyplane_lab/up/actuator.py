@@ -13,7 +13,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from readyplane.core.errors import Conflict, InvalidField, NotFound, Refused
@@ -75,12 +75,12 @@ class LocalActuator:
         clock: Clock,
         profile_of: Callable[[str], str],
         ranks_of: Callable[[str], int] = lambda _: 1,
-        learn: Callable[[], Awaitable[None]] | None = None,
+        learn: Callable[[Order], Awaitable[None]] | None = None,
     ) -> None:
         """`profile_of` gives the profile (name or path) of a worker class, or raises NotFound.
 
         `ranks_of` gives the ranks of its workers, one for each GPU that the class has. `learn`
-        is awaited before an order, so that both know the classes of the policy in force.
+        is awaited before an order is taken, so that both know its class by then.
         """
         self._table = table
         self._place = place
@@ -98,14 +98,15 @@ class LocalActuator:
 
         Raises:
             StaleEpoch: a newer leader has given orders. Conflict: the id is used by another order.
-            Refused: no free place, or this actuator is closing.
+            Refused: no free place, or this actuator is closing. NotFound: a class that the policy
+                does not name. Unavailable: one that is not known, and nobody tells the policy.
         """
         if self._learn is not None and not self._closed:
-            await self._learn()  # before the fence: a newer leader may come meanwhile
+            await self._learn(order)  # before the fence: a newer leader may come meanwhile
         self._fences.take(order.model, leader_epoch)
         found = self._live.get(order.worker_id) or self._find_ended(order.worker_id)
         if found is not None:
-            if replace(found.order, scale_decision_id="") != replace(order, scale_decision_id=""):
+            if not found.order.same_as(order):
                 raise Conflict(
                     f"worker_id {order.worker_id}", order, found.order, "use a new worker id"
                 )

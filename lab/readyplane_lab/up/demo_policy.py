@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from readyplane.core.errors import NotFound, ReadyplaneError
+from readyplane.core.errors import NotFound, ReadyplaneError, Unavailable
+from readyplane.ports import Order
 
 LEARN_S = 2.0
 """So long the planner is waited for before an order goes by the classes that are known."""
@@ -44,16 +45,31 @@ class ClassProfiles:
 
     What a policy said stays known when the next one says nothing of that class: an order that was
     decided before may still come.
+
+    Attributes:
+        version: the newest version of a policy that was taken; 0 for none.
+        asking: held by whoever reads the policy for all that wait for it.
     """
 
     def __init__(self) -> None:
         from readyplane import profiles
 
+        self.version = 0
+        self.asking = asyncio.Lock()
         self._found = {name: name for name in profiles.names()}
         self._named: set[str] = set()
 
-    def take(self, policy: Mapping[str, Any]) -> None:
+    def know(self, worker_class: str) -> bool:
+        """Whether a class has a profile."""
+        return worker_class in self._found
+
+    def cover(self, order: Order) -> bool:
+        """Whether the order's class is known as of the policy that it was decided under."""
+        return self.know(order.worker_class) and self.version >= order.policy_version
+
+    def take(self, policy: Mapping[str, Any], version: int = 0) -> None:
         """Learn the classes of a policy document; relative files are of this process's folder."""
+        self.version = max(self.version, version)
         pools = [p for p in (policy.get("decode"), policy.get("prefill")) if isinstance(p, Mapping)]
         for one in [c for p in pools for c in (*(p.get("classes") or ()), p)]:
             profile = str(one.get("profile") or one.get("worker_class"))
@@ -68,7 +84,7 @@ class ClassProfiles:
         Raises:
             NotFound: no policy has named that class, and no profile is called so.
         """
-        if worker_class not in self._found:
+        if not self.know(worker_class):
             known = ", ".join(sorted(self._named)) or "none"
             remedy = (
                 f"name it in the policy with its profile (worker_class, profile); it has {known}"
@@ -92,14 +108,29 @@ class Policies(Protocol):
         ...
 
 
-async def learn(profiles: ClassProfiles, planner: Policies) -> None:
-    """Take the classes of the policy in force; what was known stays while it cannot be asked."""
-    try:
-        document, _version = await asyncio.wait_for(planner.get_policy(), LEARN_S)
-    except (ReadyplaneError, TimeoutError) as error:
-        log.warning("the policy in force cannot be read, its former classes count: %r", error)
+async def learn(profiles: ClassProfiles, planner: Policies, order: Order) -> None:
+    """Take the classes of the policy in force, where an order goes by what is not known of it.
+
+    Orders that come together ask once. What was known stays while the planner cannot be asked.
+
+    Raises:
+        Unavailable: nobody tells the policy, and the class of the order is not known without it.
+    """
+    if profiles.cover(order):
         return
-    profiles.take(document)
+    async with profiles.asking:
+        if profiles.cover(order):
+            return
+        try:
+            document, version = await asyncio.wait_for(planner.get_policy(), LEARN_S)
+        except (ReadyplaneError, TimeoutError) as error:
+            why = str(error) or f"no answer within {LEARN_S:g} s"
+            if not profiles.know(order.worker_class):
+                what = f"worker class {order.worker_class} is not known, nor the policy: {why}"
+                raise Unavailable(what, "order it again when the planner answers") from error
+            log.warning("the policy in force cannot be read, its former classes count: %s", why)
+            return
+        profiles.take(document, version)
 
 
 def ranks_of(profile_of: Callable[[str], str]) -> Callable[[str], int]:

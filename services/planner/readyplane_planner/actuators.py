@@ -103,7 +103,7 @@ class Hand:
         self._flight = _Flight()
         self._places = asyncio.Semaphore(CALLS_MAX)
         self._done: list[Done] = []
-        self._unanswered: dict[str, tuple[StartOrder, str]] = {}
+        self._unanswered: dict[str, tuple[StartOrder, str, int]] = {}
 
     def take(self, decision: Decision, *, leader_epoch: int) -> None:
         """Begin everything that a decision asks for; returns at once."""
@@ -115,6 +115,7 @@ class Hand:
             decision.activations,
             decision.flips,
             leader_epoch=leader_epoch,
+            policy_version=decision.policy_version,
         )
 
     def carry_out(
@@ -127,10 +128,14 @@ class Hand:
         flips: Iterable[Flip] = (),
         *,
         leader_epoch: int,
+        policy_version: int = 0,
     ) -> None:
-        """Begin them in the name of a decision; a call in flight is not doubled."""
+        """Begin them in the name of a decision; a call in flight is not doubled.
+
+        `policy_version`: that the orders were decided under, for whoever carries them out.
+        """
         for order in orders:
-            work = self._order(order, decision_id, leader_epoch)
+            work = self._order(order, decision_id, leader_epoch, policy_version)
             self._begin("order", order.worker_id, work)
         for drain in drains:
             work = self._drain(drain, decision_id, leader_epoch)
@@ -205,10 +210,12 @@ class Hand:
 
         Whether one was taken is not known: the same worker id makes it one worker either way.
         """
-        for worker_id, (order, decision_id) in list(self._unanswered.items()):
+        for worker_id, (order, decision_id, version) in list(self._unanswered.items()):
             del self._unanswered[worker_id]
             if worker_id in open_orders:
-                self.carry_out(decision_id, (order,), leader_epoch=leader_epoch)
+                self.carry_out(
+                    decision_id, (order,), leader_epoch=leader_epoch, policy_version=version
+                )
 
     def advise(self, only: bool) -> None:
         """From the next call on act on nothing, or act again; without an actuator it never acts."""
@@ -248,7 +255,7 @@ class Hand:
             self._flight.tasks.pop(key, None)
 
     def _order(
-        self, order: StartOrder, decision_id: str, epoch: int
+        self, order: StartOrder, decision_id: str, epoch: int, policy_version: int
     ) -> Callable[[], Awaitable[Done]]:
         wanted = Order(
             worker_id=order.worker_id,
@@ -264,6 +271,7 @@ class Hand:
             holds=Holds(order.holds),
             graph_stages=order.graph_stages,
             node_preference=order.nodes,
+            policy_version=policy_version,
         )
 
         async def call() -> Done:
@@ -272,7 +280,7 @@ class Hand:
                     instance = await self._actuator.provision(wanted, leader_epoch=epoch)
             except (Unavailable, OSError, TimeoutError) as error:
                 # Perhaps it was taken: no refusal, and so the same order again, not another one.
-                self._unanswered[order.worker_id] = order, decision_id
+                self._unanswered[order.worker_id] = order, decision_id, policy_version
                 while len(self._unanswered) > UNANSWERED_MAX:
                     self._unanswered.pop(next(iter(self._unanswered)))
                 note = str(error) or type(error).__name__

@@ -60,6 +60,7 @@ class Unfinished:
     orders: tuple[StartOrder, ...] = ()
     drains: tuple[Drain, ...] = ()
     releases: tuple[Release, ...] = ()
+    policy_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class Succession:
                 left.drains,
                 left.releases,
                 leader_epoch=self._epochs[-1],
+                policy_version=left.policy_version,
             )
         self._left = Heritage()
         hand.repeat({o.worker_id for o in memory.orders}, leader_epoch=self._epochs[-1])
@@ -199,6 +201,7 @@ def _asked(record: Record) -> Unfinished:
         msgspec.convert(document["orders"], tuple[StartOrder, ...]),
         msgspec.convert(document["drains"], tuple[Drain, ...]),
         msgspec.convert(document["releases"], tuple[Release, ...]),
+        record.policy_version,
     )
 
 
@@ -256,6 +259,7 @@ def unfinished(asked: Unfinished, outcomes: Sequence[Outcome], memory: Memory) -
         tuple(
             r for r in asked.releases if r.worker_id in leaving and not told(r.worker_id, "release")
         ),
+        asked.policy_version,
     )
 
 
