@@ -81,6 +81,8 @@ class WorkerOffer:
         convertible: a decode worker that also takes prompts in short chunks; its role is BOTH.
         standby: it is to pass the gate, and to serve only when activated. holds: what it holds until
             then.
+        told_left_s, told_reason: it was told to serve under a lease that it has lost, and has so
+            many seconds left to do so; None where it was told nothing.
     """
 
     worker_id: str
@@ -100,6 +102,8 @@ class WorkerOffer:
     convertible: bool = False
     standby: bool = False
     holds: Holds = Holds.WEIGHTS
+    told_left_s: float | None = None
+    told_reason: str = ""
 
     @property
     def counts_as(self) -> Role:

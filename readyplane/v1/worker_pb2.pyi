@@ -93,6 +93,8 @@ class WorkerOffer(google.protobuf.message.Message):
     CONVERTIBLE_FIELD_NUMBER: builtins.int
     STANDBY_FIELD_NUMBER: builtins.int
     HOLDS_FIELD_NUMBER: builtins.int
+    TOLD_LEFT_DURATION_FIELD_NUMBER: builtins.int
+    TOLD_REASON_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Name given by whoever ordered the worker; unique among the living."""
     incarnation: builtins.str
@@ -117,9 +119,17 @@ class WorkerOffer(google.protobuf.message.Message):
     """It is to pass the gate and then to wait until it is activated."""
     holds: builtins.str
     """What it holds until then: weights (also when empty), process or asleep."""
+    told_reason: builtins.str
+    """Why it was told so."""
     @property
     def ordered_ago_duration(self) -> google.protobuf.duration_pb2.Duration:
         """Absent when the order time is not known."""
+
+    @property
+    def told_left_duration(self) -> google.protobuf.duration_pb2.Duration:
+        """It was told to serve under a lease that it has lost, and has so long left to do so; absent where
+        it was told nothing. The router that grants the next lease goes on telling it.
+        """
 
     def __init__(
         self,
@@ -141,10 +151,15 @@ class WorkerOffer(google.protobuf.message.Message):
         convertible: builtins.bool = ...,
         standby: builtins.bool = ...,
         holds: builtins.str = ...,
+        told_left_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        told_reason: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration", "ordered_ago_duration", b"ordered_ago_duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration", "agent_url", b"agent_url", "attached", b"attached", "convertible", b"convertible", "generation", b"generation", "holds", b"holds", "incarnation", b"incarnation", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node", b"node", "ordered_ago_duration", b"ordered_ago_duration", "ranks", b"ranks", "role", b"role", "scale_decision_id", b"scale_decision_id", "standby", b"standby", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration", "_told_left_duration", b"_told_left_duration", "ordered_ago_duration", b"ordered_ago_duration", "told_left_duration", b"told_left_duration"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration", "_told_left_duration", b"_told_left_duration", "agent_url", b"agent_url", "attached", b"attached", "convertible", b"convertible", "generation", b"generation", "holds", b"holds", "incarnation", b"incarnation", "manifest_digest", b"manifest_digest", "mode", b"mode", "model", b"model", "node", b"node", "ordered_ago_duration", b"ordered_ago_duration", "ranks", b"ranks", "role", b"role", "scale_decision_id", b"scale_decision_id", "standby", b"standby", "told_left_duration", b"told_left_duration", "told_reason", b"told_reason", "worker_class", b"worker_class", "worker_id", b"worker_id"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ordered_ago_duration", b"_ordered_ago_duration"]) -> typing.Literal["ordered_ago_duration"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_told_left_duration", b"_told_left_duration"]) -> typing.Literal["told_left_duration"] | None: ...
 
 Global___WorkerOffer: typing_extensions.TypeAlias = WorkerOffer
 
@@ -229,7 +244,10 @@ class StartProgress(google.protobuf.message.Message):
     log_tail: builtins.str
     failure: builtins.str
     dead_end: builtins.str
-    """Why the same start would fail again wherever it is made: bytes, identity or trust. Else empty."""
+    """Why the same start would fail again wherever it is made: bytes (wrong or missing at every
+    source), identity (not what was ordered), trust (not signed as the policy asks), canary_missing
+    (no known answer) or not_offered (the engine cannot what it was ordered to). Else empty.
+    """
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Segment]: ...
     def __init__(

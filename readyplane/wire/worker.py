@@ -92,7 +92,7 @@ def worker_state_from_proto(value: pb.State.ValueType, field: str = "state") -> 
 
 def worker_offer_to_proto(offer: WorkerOffer) -> pb.WorkerOffer:
     """Offer as message."""
-    ago = offer.ordered_ago_s
+    ago, left = offer.ordered_ago_s, offer.told_left_s
     return pb.WorkerOffer(
         worker_id=offer.worker_id,
         incarnation=offer.incarnation,
@@ -111,12 +111,15 @@ def worker_offer_to_proto(offer: WorkerOffer) -> pb.WorkerOffer:
         convertible=offer.convertible,
         standby=offer.standby,
         holds=offer.holds,
+        told_left_duration=None if left is None else duration(left, "offer.told_left_duration"),
+        told_reason=offer.told_reason,
     )
 
 
 def worker_offer_from_proto(message: pb.WorkerOffer) -> WorkerOffer:
     """Message as offer. Raises InvalidField for an unknown role or mode."""
     known = message.HasField("ordered_ago_duration")
+    told = message.HasField("told_left_duration")
     return WorkerOffer(
         worker_id=message.worker_id,
         incarnation=message.incarnation,
@@ -135,6 +138,8 @@ def worker_offer_from_proto(message: pb.WorkerOffer) -> WorkerOffer:
         convertible=message.convertible,
         standby=message.standby,
         holds=enum_of(Holds, message.holds, "offer.holds", Holds.WEIGHTS),
+        told_left_s=seconds_of(message.told_left_duration) if told else None,
+        told_reason=message.told_reason,
     )
 
 

@@ -47,7 +47,7 @@ offers = st.builds(
     worker_class=texts, generation=whole, manifest_digest=texts, node=texts,
     scale_decision_id=texts, ranks=small, agent_url=texts, ordered_ago_s=maybe(seconds),
     mode=st.sampled_from(StartMode), attached=st.booleans(), convertible=st.booleans(),
-    standby=st.booleans(),
+    standby=st.booleans(), told_left_s=maybe(seconds), told_reason=texts,
 )  # fmt: skip
 leases = st.builds(worker.Lease, texts, texts, whole, seconds)
 segments = st.builds(
