@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from readyplane.core.errors import Unavailable
 from readyplane.core.worker import Role, WorkerState
 from readyplane.ports import Order
 from readyplane_planner.decide import Decision, Memory, Plan, decide
+from readyplane_planner.journal import MemoryJournal
+from readyplane_planner.outcomes import Judge
 from readyplane_planner.signals import Observation
 from tests.unit.planner_world import DIGEST, MODEL, Box, HandClock, World, planner
 
@@ -95,3 +98,25 @@ async def test_the_history_is_what_the_states_said() -> None:
             s["latency"][stem]["actual"]["p90_s"] for s in said
         ]
     assert len(set(history["prefill"]["ready"])) > 1
+
+
+async def test_what_came_of_an_order_outlives_a_journal_that_is_away() -> None:
+    """A start's moments are seen once: what cannot be written in that tick is written later."""
+    journal = MemoryJournal()
+    run = await planner(World(HandClock(), rps=lambda _t: 2.0), journal=journal)
+
+    async def away(*_arguments: Any, **_how: Any) -> Any:
+        raise Unavailable("database", "wait")
+
+    await run.step(1)  # both orders are given, and answered before the next tick
+    for where, name in ((journal, "attach"), (Judge, "look")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, name, away)
+            with pytest.raises(Unavailable):
+                await run.step(1)
+    await run.step(20)
+    ordered = {d.decision_id: d.orders for d in run.decisions if d.orders}
+    decision_id, orders = next(iter(ordered.items()))
+    told = {(o.subject, o.kind) for o in (await journal.get(decision_id))[1]}
+    steps = ("ordered", "allocated", "running", "provisioned", "ready")
+    assert {(o.worker_id, kind) for o in orders for kind in steps} <= told

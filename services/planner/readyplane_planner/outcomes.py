@@ -145,6 +145,10 @@ class Follower:
         out, self._out = self._out, []
         return out
 
+    def keep(self, outcomes: list[Outcome]) -> None:
+        """Hand these out with the next ones: they could not be written down yet."""
+        self._out = [*outcomes, *self._out][-WAITING_MAX:]
+
     def _place(self, instance: Instance, *, wall_s: float) -> None:
         """When the actuator allocated it and when its process began, by the actuator's own ages."""
         order = instance.order

@@ -220,10 +220,6 @@ class PlannerService:
         await self._resolve()
         self._serve_again()
         await self._in_force.follow(started_s)
-        done = self._hand.collect()
-        if self._metrics is not None:
-            for call in done:
-                self._metrics.call(self._policy.model, call.kind)
         now_s, wall_s = self._clock.monotonic_s(), self._clock.wall_s()
         held = None
         if look.instances is not None:
@@ -232,6 +228,10 @@ class PlannerService:
         await self._places.look(plan, now_s=now_s)
         if plan.compiled != self._places.compiled:
             plan = replace(plan, compiled=self._places.compiled)
+        done = self._hand.collect()
+        if self._metrics is not None:
+            for call in done:
+                self._metrics.call(self._policy.model, call.kind)
         observation = observe(
             model=plan.model,
             previous=self._previous,
@@ -250,9 +250,9 @@ class PlannerService:
         decision, memory, inputs = await think(inputs, self._brain, self._thinker)
         self._memory = memory
         self._inputs = inputs
+        self._follower.calls(done, wall_s=wall_s)
         if leading:
             await self._record_and_act(decision, inputs, wall_s=wall_s)
-        self._follower.calls(done, wall_s=wall_s)
         workers = () if look.router is None else look.router.workers
         self._follower.look(
             workers,
@@ -417,12 +417,17 @@ class PlannerService:
 
     async def _tell(self, *, wall_s: float) -> None:
         """What became of orders and drains, and of one decision whether it was worth it."""
-        outcomes = self._follower.collect()
         judged = await self._judge.look(self._journal, wall_s=wall_s)
         if judged is not None:
-            outcomes.append(judged)
-        if outcomes:
+            self._follower.keep([judged])
+        outcomes = self._follower.collect()
+        if not outcomes:
+            return
+        try:
             await self._journal.attach(outcomes)
+        except ReadyplaneError:
+            self._follower.keep(outcomes)  # told again at the next tick: the first one stays
+            raise
 
     async def _tidy(self, now_s: float, wall_s: float) -> None:
         if self._pruned_s is not None and now_s - self._pruned_s < self._upkeep.prune_every_s:
