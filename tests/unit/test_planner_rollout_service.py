@@ -13,6 +13,7 @@ from readyplane.core.errors import InvalidField, NotFound, Refused, Unavailable
 from readyplane.core.identity import ArtifactKind, Canary, FileEntry, Manifest, TensorEntry
 from readyplane.core.worker import Role, WorkerState
 from readyplane.ports import Order, RouterSignals
+from readyplane_planner.__main__ import adopt_first
 from readyplane_planner.journal import decode_inputs, replay
 from readyplane_planner.policy import read_policy
 from tests.unit.planner_world import MODEL, HandClock, Run, World, planner, policy
@@ -345,7 +346,35 @@ async def test_what_is_under_way_is_undone_and_not_rolled_out_the_other_way() ->
     assert "nothing is being rolled out" not in str(told.value)
     with pytest.raises(Refused, match="rollout undo"):
         await ask("go", asked_id="r5", to=old)
+    for back in ({"manifest": old}, {"manifest": "stable", "headroom": 0.3}):
+        before = await run.service.get_policy()
+        with pytest.raises(Refused, match="is paused; use `readyplane rollout undo`"):
+            await run.service.set_policy(back, merge=True)
+        with pytest.raises(Refused, match="rollout undo"):
+            await run.service.set_policy({**before[0], **back})
+        with pytest.raises(Refused, match="rollout undo"):
+            await run.service.adopt(read_policy({**before[0], **back}))
+        assert await run.service.get_policy() == before
     await ask("undo", asked_id="r6")
     await until(run, "rolled_back")
     with pytest.raises(Refused, match="it has gone back already"):
         await ask("undo", asked_id="r7")
+    await run.service.set_policy({"manifest": "stable"}, merge=True)
+
+
+async def test_a_planner_that_does_not_lead_refuses_the_way_back_too() -> None:
+    """It goes by what the leader wrote: a restarted one whose file names the former artifact."""
+    run, names = await serving()
+    await run.service.upgrades.ask("go", asked_id="r1", to="other")
+    await until(run, "surging")
+    begun = policy(manifest="stable", rollout=QUICK)
+    again = await planner(run.world, begun, journal=run.journal, registry=names)
+    await adopt_first(again.service, begun)
+    await again.step(1)
+    assert "policy file: roll-out to stable refused" in (await again.service.state())["degraded"]
+    with pytest.raises(Refused, match="surging"):
+        await again.service.set_policy({"manifest": ONE.digest}, merge=True)
+    assert (await again.service.get_policy())[0]["manifest"] == "other"
+    names.known.clear()  # a digest needs no registry to be compared
+    with pytest.raises(Refused, match="surging"):
+        await again.service.set_policy({"manifest": ONE.digest}, merge=True)

@@ -7,6 +7,7 @@ Owns the wiring of stores, ports and use-cases; everything it wires is tested wi
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import sys
@@ -16,7 +17,7 @@ from typing import cast
 from pydantic import Field
 
 from readyplane.client import ActuatorClient, RegistryClient, RouterClient
-from readyplane.core.errors import InvalidField
+from readyplane.core.errors import InvalidField, Refused
 from readyplane.kit.clock import Clock, SystemClock
 from readyplane.kit.database import async_engine, migrate
 from readyplane.kit.redis import check_eviction, connect
@@ -36,6 +37,8 @@ from readyplane_planner.signal_sources import SignalSources, load_signals, make_
 from readyplane_planner.sources import NoRouter
 
 DAY_S = 86_400.0
+
+log = logging.getLogger(__name__)
 
 
 class Settings(ServiceSettings):
@@ -115,6 +118,20 @@ class Settings(ServiceSettings):
         return load_policy(self.policy)
 
 
+async def adopt_first(service: PlannerService, policy: Policy) -> None:
+    """Make the policy of the file the next version, unless it is in force.
+
+    One that would turn back the roll-out under way is told of, and the last one stays until the file
+    changes: a planner that starts again moves nothing by it.
+    """
+    try:
+        await service.adopt(policy)
+    except Refused as error:
+        text = f"policy file: {error}; the last good policy stays in force"
+        service.tell_policy_error(text)
+        log.error(text)
+
+
 def watchers(settings: Settings, service: PlannerService, clock: Clock) -> list[Background]:
     """What looks after the policy file."""
     if settings.policy is None or not settings.policy_watch_s:
@@ -180,7 +197,7 @@ async def main(settings: Settings) -> None:
 
         background: list[Background] = [lead]
         if settings.policy_again:
-            await service.adopt(policy)
+            await adopt_first(service, policy)
             background += watchers(settings, service, clock)
         server.add_grpc(lambda grpc_server: rpc.register(grpc_server, service), rpc.FULL_NAME)
         server.app.include_router(api.routes(service, server.stopping))

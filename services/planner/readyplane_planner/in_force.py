@@ -6,13 +6,15 @@ Hands each new one to the service, which plans by it from its next tick.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from readyplane.core.errors import Conflict, InvalidField, NotFound, ReadyplaneError, Refused
 from readyplane.kit.clock import Clock
-from readyplane_planner.fitting import Resolves, fitting
+from readyplane_planner.fitting import ASK_S_MAX, Resolves, fitting
 from readyplane_planner.journal import Journal, StoredPolicy
 from readyplane_planner.policy import (
     Policy,
@@ -23,9 +25,12 @@ from readyplane_planner.policy import (
     pool_profiles,
     read_policy,
 )
+from readyplane_planner.rollout import Told
 
 log = logging.getLogger(__name__)
 
+GOING_ON = frozenset({"surging", "moving", "verifying", "paused"})
+"""Phases in which undo leads back to the generation before, at once."""
 UNCHECKED = "manifest_unchecked"
 """The code of that warning: the registry could not be asked when the policy was set."""
 
@@ -36,6 +41,7 @@ class InForce:
     registry: is asked whether the artifact that somebody names can serve; None: nobody is.
     every_s: so often a newer version is looked up.
     changed: told (before, now) when another version comes into force.
+    rollout: as the last decision of this planner tells of it; None where another one leads.
 
     Attributes:
         error: what is wrong with a policy file that somebody watches, else empty.
@@ -51,6 +57,7 @@ class InForce:
         clock: Clock,
         every_s: float,
         changed: Callable[[Policy, Policy], None],
+        rollout: Callable[[], Told | None],
     ) -> None:
         self.policy = policy
         self.version = 0
@@ -62,6 +69,7 @@ class InForce:
         self._clock = clock
         self._every_s = every_s
         self._changed = changed
+        self._rollout = rollout
         self._refreshed_s = float("-inf")
 
     async def begin(self) -> None:
@@ -76,6 +84,7 @@ class InForce:
         await self.refresh()
         policy = kept(policy, self.policy)
         if policy.digest != self.policy.digest:
+            await self._check_file(policy)
             # An artifact that a file names may be published later; until then the state says so.
             stored = await self._put(policy, expected_version=self.version)
             self._use(policy, stored.version)
@@ -136,12 +145,16 @@ class InForce:
 
         Raises:
             InvalidField: it cannot: there is none of that name, or it does not fit.
+            Refused: it is what the roll-out under way leaves.
         """
         field, name = "policy.manifest", wanted.manifest
         if not name or wanted.reference == self.policy.reference:
             return []
+        await self._check_way_back(name, name)
         try:
-            await fitting(self._registry, name, model=wanted.model, profiles=pool_profiles(wanted))
+            found = await fitting(
+                self._registry, name, model=wanted.model, profiles=pool_profiles(wanted)
+            )
         except NotFound as error:
             remedy = "the registry has no such artifact; name one of `readyplane artifact list`"
             raise InvalidField(field, name, remedy) from error
@@ -151,7 +164,40 @@ class InForce:
         except ReadyplaneError as error:
             text = f"{field} = {name} could not be checked: {error}"
             return [{"field": field, "value": name, "best": None, "text": text, "code": UNCHECKED}]
+        await self._check_way_back(name, found.digest)
         return []
+
+    async def _check_file(self, wanted: Policy) -> None:
+        """The way back alone: what a file names may be published later."""
+        if not wanted.manifest or wanted.reference == self.policy.reference:
+            return
+        digest = wanted.manifest
+        if self._registry is not None:
+            with contextlib.suppress(ReadyplaneError, OSError, TimeoutError):
+                async with asyncio.timeout(ASK_S_MAX):
+                    digest = (await self._registry.resolve(digest)).digest
+        await self._check_way_back(wanted.manifest, digest)
+
+    async def _check_way_back(self, name: str, digest: str) -> None:
+        """Whether an artifact is the one that the roll-out under way leaves, whoever names it.
+
+        Wanted like any other it would be a roll-out of its own, before which the starts of the new
+        generation come to serve.
+
+        Raises:
+            Refused: it is; undo leads back to it at once.
+        """
+        told = self._rollout()
+        if told is not None:
+            phase, before = str(told.phase), told.before.digest
+        else:  # as the leader wrote it last
+            newest = await self._journal.newest(self.policy.model, limit=1)
+            written = (newest[0].document.get("rollout") if newest else None) or {}
+            phase = str(written.get("phase", ""))
+            before = str((written.get("before") or {}).get("digest", ""))
+        if digest == before and phase in GOING_ON:
+            why = f"a roll-out away from {digest} is {phase}"
+            raise Refused(f"roll-out to {name}", [why], "use `readyplane rollout undo`")
 
     async def _put(self, policy: Policy, *, expected_version: int) -> StoredPolicy:
         wanted = StoredPolicy(policy.model, 0, policy.document(), self._clock.wall_s())

@@ -39,6 +39,7 @@ from readyplane_planner.outcomes import Follower, Judge
 from readyplane_planner.places import Places, Resolver
 from readyplane_planner.policy import Policy, make_plan
 from readyplane_planner.recall import recall
+from readyplane_planner.rollout import Told
 from readyplane_planner.signals import Observation, RouterSample, observe, stands_still
 from readyplane_planner.sources import Look, LooksBeyond, Sources, allocations
 from readyplane_planner.standby_time import StandbyTime
@@ -128,6 +129,7 @@ class PlannerService:
             clock=clock,
             every_s=self._upkeep.policy_every_s,
             changed=self._obey,
+            rollout=self._rollout,
         )
         self._sources = Sources(
             router,
@@ -568,6 +570,11 @@ class PlannerService:
         if self._advised and not self._policy.advisory:
             self._memory = replace(self._memory, draining=())
         self._advised = self._policy.advisory
+
+    def _rollout(self) -> Told | None:
+        if self._last is None or not self._leadership.leading:
+            return None
+        return self._last.decision.rollout
 
     def _obey(self, before: Policy, policy: Policy) -> None:
         """Another version has come into force."""

@@ -29,8 +29,6 @@ MEANS = {
     ),
 }
 """Phases in which a wish means something, and what to say in any other."""
-GOING_ON = frozenset({"surging", "moving", "verifying", "paused"})
-"""Phases in which undo leads back to the generation before, at once."""
 ALREADY = {
     ("pause", "paused"): "it is paused already",
     ("undo", "rolling_back"): "it goes back already",
@@ -144,10 +142,6 @@ class Upgrades:
             digest = found.digest
             if shown["serves"]["digest"] == digest and shown["phase"] in {"idle", "done"}:
                 raise Refused(f"roll-out to {to}", [f"{digest} serves already"], "name another")
-            # A roll-out of its own would leave the starts of the new generation to serve first.
-            if shown["from"]["digest"] == digest and shown["phase"] in GOING_ON:
-                why = f"a roll-out away from {digest} is {shown['phase']}"
-                raise Refused(f"roll-out to {to}", [why], "use `readyplane rollout undo`")
             changes["manifest"] = to
             if surge:
                 changes["rollout"]["surge"] = surge
