@@ -40,7 +40,8 @@ from readyplane_planner.decide.follow import Brain
 from readyplane_planner.journal import MemoryJournal
 from readyplane_planner.leadership import Leadership, MemoryLeaseStore
 from readyplane_planner.policy import Policy, read_policy
-from readyplane_planner.service import PlannerService, Upkeep
+from readyplane_planner.service import PlannerService
+from readyplane_planner.upkeep import Upkeep
 
 MODEL = "demo"
 DIGEST = "sha256:" + "a" * 64

@@ -60,7 +60,7 @@ WORKER_KEYS = {
     "ranks",
     *("worker_id", "incarnation", "role", "state", "model", "worker_class", "node", "generation"),
     *("epoch", "mode", "tier", "attached", "engine_url", "active", "kv_usage", "decision"),
-    *("holds", "stage"),
+    *("holds", "stage", "unheard_s"),
     *("t_ready_s", "starting_s", "dominant_segment", "dominant_s", "blocking_segment", "failure"),
     *("log_tail", "drain_reason", "checks_failed", "convertible", "told"),
 }

@@ -171,7 +171,18 @@ def _workers(state: dict[str, Any]) -> list[Finding]:
     for worker in state.get("workers", ()):
         name = f"worker {worker['worker_id']}"
         failure = (worker.get("start") or {}).get("failure")
-        if worker["state"] == "stalled" or failure:
+        unheard_s = worker.get("unheard_s")
+        if unheard_s is not None:
+            said = (
+                f"it was {worker['state']} when nothing was heard of it any more, {unheard_s:.0f} s ago; "
+                "its process runs"
+            )
+            remedy = (
+                f"see worker-{worker['worker_id']}.log in the logs folder: its agent hangs, is "
+                "stopped or cannot reach the router; the planner gives it back after policy.orphan_s"
+            )
+            found.append(Finding(AREA, name, "warn", said, remedy))
+        elif worker["state"] == "stalled" or failure:
             said = failure or (
                 "its engine does not answer, or has work and makes no progress; nothing is sent to it"
             )

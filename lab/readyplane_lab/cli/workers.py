@@ -63,6 +63,7 @@ ROW = (
         "engine_url",
         "active",
         "kv_usage",
+        "unheard_s",
     ),
 )
 SAME = ("worker_class", "node", "generation", "mode", "tier")
@@ -91,6 +92,8 @@ def workers(
     `decode+prefill` is a decode worker that also takes prompts, in short chunks.
     What a worker was told and has not done yet (activate, flip) stands behind its state, and with what
     a standby waits (weights, process, asleep).
+    A worker that the router has lost while its process still runs keeps its last known state, and it is
+    said for how long nothing has been heard of it.
     The decision is shown by its end, which `readyplane explain` takes.
     With WORKER (an id, or a unique beginning) the ready gate's checks of that one are shown: passed or
     not, why, and the evidence that was judged.
@@ -218,8 +221,8 @@ async def _watch(where: Where, model: str, *, as_json: bool) -> None:
 async def _planned(
     where: Where, model: str, fleet: Fleet, *, quiet: bool = False
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of what the planner has ordered and the router has not heard of, and what it orders no
-    more (B132).
+    """Rows of what the planner has ordered and the router has not heard of, or has lost while its
+    process runs, and what it orders no more (B132).
     """
     if not where.planner:
         return [], []
@@ -235,7 +238,10 @@ async def _planned(
     rows = state.get("workers", [])
     held = [f"{h['pool']}: {h['text']}" for h in state.get("held", ()) if h["code"] == "dead_end"]
     return [
-        r for r in rows if r["state"] == "ordered" and r["worker_id"] not in fleet.workers
+        r
+        for r in rows
+        if r.get("unheard_s") is not None
+        or (r["state"] == "ordered" and r["worker_id"] not in fleet.workers)
     ], held
 
 
@@ -247,7 +253,13 @@ def fleet_document(
     `held`: why the planner orders no more of some artifact.
     """
     rows = [worker_row(w) for w in fleet.workers.values()]
-    rows += [row_of(state) for state in ordered]
+    by_id = {row["worker_id"]: row for row in rows}
+    for state in ordered:
+        known = by_id.get(state["worker_id"])
+        if known is None:
+            rows.append(row_of(state))
+        elif known["state"] == "gone":  # else it has registered again meanwhile
+            known["unheard_s"] = state.get("unheard_s")
     rows.sort(key=lambda r: (r["state"] == "gone", r["role"] != "prefill", r["worker_id"]))
     return {
         "version": fleet.version,
@@ -414,6 +426,9 @@ def _cells(row: Mapping[str, Any], differing: Sequence[str]) -> list[str]:
         segment += f", {_ranks_up(row['ranks'])}"
     if row["stage"] and row["stage"]["state"] != "complete":
         segment += f", graphs {output.cell(row['stage']['state'])}"
+    if row["unheard_s"] is not None:
+        silent = f"nothing heard of it for {output.seconds(row['unheard_s'], 0)}, its process runs"
+        segment = f"[red]{silent}[/red]"
     if row["failure"]:
         segment = f"[red]{output.cell(row['failure'])}[/red]"
     took = row["t_ready_s"] if row["starting_s"] is None else row["starting_s"]

@@ -32,9 +32,10 @@ from readyplane_planner.policy import Policy
 from readyplane_planner.policy_file import PolicyFile, load_policy
 from readyplane_planner.postgres import PostgresJournal
 from readyplane_planner.redis import RedisLeaseStore
-from readyplane_planner.service import PlannerService, Upkeep
+from readyplane_planner.service import PlannerService
 from readyplane_planner.signal_sources import SignalSources, load_signals, make_sources
 from readyplane_planner.sources import NoRouter
+from readyplane_planner.upkeep import Upkeep
 
 DAY_S = 86_400.0
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,10 +44,11 @@ from readyplane_planner.signals import Observation, RouterSample, observe, stand
 from readyplane_planner.sources import Look, LooksBeyond, Sources, allocations
 from readyplane_planner.standby_time import StandbyTime
 from readyplane_planner.starts import StartBook, t_ready
-from readyplane_planner.state import History, Seen, state_document, state_pools
+from readyplane_planner.state import History, LastHeard, Seen, state_document, state_pools
 from readyplane_planner.takeover import Succession
 from readyplane_planner.thinking import ask, think
 from readyplane_planner.upgrades import Upgrades
+from readyplane_planner.upkeep import Upkeep
 from readyplane_planner.worktime import WorkerSeconds
 
 log = logging.getLogger(__name__)
@@ -55,28 +56,6 @@ log = logging.getLogger(__name__)
 DECISIONS_SHOWN = 30
 WATCHERS_MAX = 64
 LOOK_S_MAX = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Upkeep:
-    """How the planner keeps its own house; seconds and counts.
-
-    Attributes:
-        sample_every_s: a decision that changes nothing is journalled that often.
-        keep_decisions, keep_s: bounds of the journal; prune_every_s: how often they are enforced.
-        resolve_every_s, policy_every_s: how often the artifact's name, a newer policy is looked up.
-        release_grace_s: until a released worker is killed.
-        optimiser_s: how long a foreign optimiser may think in a tick; None asks it on the loop.
-    """
-
-    sample_every_s: float = 30.0
-    keep_decisions: int = 20_000
-    keep_s: float = 30 * 86_400.0
-    prune_every_s: float = 600.0
-    resolve_every_s: float = 15.0
-    policy_every_s: float = 5.0
-    release_grace_s: float = 10.0
-    optimiser_s: float | None = None
 
 
 class PlannerService:
@@ -151,6 +130,7 @@ class PlannerService:
         self._previous: RouterSample | None = None
         self._current: RouterSample | None = None
         self._history = History()
+        self._heard = LastHeard()
         self._recent: deque[dict[str, Any]] = deque(maxlen=DECISIONS_SHOWN)
         self._last: Seen | None = None
         self._inputs: Inputs | None = None
@@ -455,6 +435,7 @@ class PlannerService:
             wall_s=wall_s,
             paused=self._policy.paused,
             degraded=self._degraded or self._resolve_error,
+            silent=self._heard.of(self._current, observation.allocations),
         )
 
     def _show(self, seen: Seen, *, leading: bool) -> None:

@@ -18,6 +18,9 @@ from readyplane_planner.starts import start_document
 HISTORY_MAX = 900
 POINT = ("desired", "provisioned", "ready", "load")
 STEMS = ("ttft", "tpot")
+"""The latency of each pool, in the order of POOLS."""
+RUNS = frozenset({"pending", "running"})
+"""States of an instance that has not ended."""
 HELD = frozenset(
     (
         "dead_end",
@@ -26,12 +29,14 @@ HELD = frozenset(
     )
 )
 """Reasons that a person may end or wait for; each says for how long."""
-"""The latency of each pool, in the order of POOLS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one tick knows. `paused`: by the policy; a plan also holds while another planner leads."""
+    """What one tick knows. `paused`: by the policy; a plan also holds while another planner leads.
+
+    `silent`: workers that the router knows no more though the actuator holds them, as last heard of.
+    """
 
     plan: Plan
     observation: Observation
@@ -41,6 +46,28 @@ class Seen:
     wall_s: float
     paused: bool = False
     degraded: str = ""
+    silent: tuple[Worker, ...] = ()
+
+
+class LastHeard:
+    """The last word of each worker for as long as the actuator holds it.
+
+    An agent that hangs or is frozen loses its lease, and the router forgets it after a while; its
+    process still runs, and it never is a worker that has just been ordered.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+
+    def of(
+        self, sample: RouterSample | None, allocations: Iterable[Allocation]
+    ) -> tuple[Worker, ...]:
+        """Who is held and shown no more."""
+        shown = {} if sample is None else {w.worker_id: w for w in sample.workers}
+        held = {a.worker_id for a in allocations if a.state in RUNS}
+        kept = {**self._workers, **shown}
+        self._workers = {k: w for k, w in kept.items() if k in held or k in shown}
+        return tuple(w for k, w in self._workers.items() if k not in shown)
 
 
 class History:
@@ -103,7 +130,7 @@ def state_document(
             for name in STEMS
         },
         "counters": _counters(sample, seen.worker_seconds),
-        "workers": _workers(workers, seen.observation, decision),
+        "workers": _workers(workers, seen),
         "decisions": list(decisions),
         "forecast": {name: _forecast(decision.pool(name)) for name in POOLS},
         "rollout": _rollout(decision),
@@ -267,19 +294,23 @@ def _counters(sample: RouterSample | None, worker_seconds: Mapping[str, float]) 
     }
 
 
-def _workers(
-    workers: Sequence[Worker], observation: Observation, decision: Decision
-) -> list[dict[str, Any]]:
-    """Every worker the router knows, then what was ordered and is not known to it yet."""
+def _workers(workers: Sequence[Worker], seen: Seen) -> list[dict[str, Any]]:
+    """Every worker the router knows or has known, then what was ordered and is new to it."""
+    observation, decision = seen.observation, seen.decision
     held = observation.allocations
+    runs = {a.worker_id for a in held if a.state in RUNS}
     unpairable = {w.worker_id: w.unpairable for w in observation.workers}
-    rows = [_worker(w, held) for w in sorted(workers, key=lambda w: w.worker_id)]
-    for row in rows:
-        if why := unpairable.get(row["worker_id"]):
+    rows = []
+    for worker in sorted((*workers, *seen.silent), key=lambda w: w.worker_id):
+        row = _worker(worker, held)
+        if worker.worker_id in runs and _lost(worker, seen.silent):
+            row["unheard_s"] = max(0.0, decision.at_s - worker.renewed_s)
+        if why := unpairable.get(worker.worker_id):
             row["unpairable"] = why
-    known = {w.worker_id for w in workers}
+        rows.append(row)
+    known = {row["worker_id"] for row in rows}
     for allocation in held:
-        if allocation.worker_id not in known and allocation.state in {"pending", "running"}:
+        if allocation.worker_id not in known and allocation.state in RUNS:
             rows.append(_unleased(allocation))
             known.add(allocation.worker_id)
     for order in decision.orders:
@@ -298,6 +329,12 @@ def _workers(
                 )
             )
     return rows
+
+
+def _lost(worker: Worker, silent: Sequence[Worker]) -> bool:
+    """Whether the router has lost a worker that nobody has told to go."""
+    gone = worker.state is WorkerState.GONE or worker in silent
+    return gone and worker.draining_s is None
 
 
 def _worker(worker: Worker, held: Sequence[Allocation]) -> dict[str, Any]:
@@ -329,6 +366,7 @@ def _worker(worker: Worker, held: Sequence[Allocation]) -> dict[str, Any]:
         "start": start_document(worker),
         "checks": [{"name": c.name, "passed": c.passed, "reason": c.reason} for c in worker.checks],
         "drain_reason": worker.drain_reason,
+        "unheard_s": None,
     }
 
 
@@ -366,6 +404,7 @@ def _unleased(allocation: Allocation) -> dict[str, Any]:
         },
         "checks": [],
         "drain_reason": "",
+        "unheard_s": None,
     }
 
 

@@ -194,7 +194,10 @@ function workers(list) {
     element("td", {}, element("code", {}, worker.worker_id)),
     element("td", {}, worker.convertible ? `${worker.role}+prefill` : worker.role),
     element("td", {}, element("span", { class: `state ${worker.state}` }, worker.state),
-      worker.drain_reason ? element("div", { class: "quiet" }, worker.drain_reason) : null),
+      worker.drain_reason ? element("div", { class: "quiet" }, worker.drain_reason) : null,
+      known(worker.unheard_s)
+        ? element("div", { class: "blocked" }, `nothing heard of it for ${shown(worker.unheard_s, 0)} s; its process runs`)
+        : null),
     element("td", {}, whole(worker.active)),
     element("td", {}, share(worker.kv_usage)),
     element("td", {}, ...startUp(worker)),
