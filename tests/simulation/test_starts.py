@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from readyplane.core.startup import SegmentName, WeightTier
-from readyplane.core.worker import Role
+from readyplane.core.worker import Lease, Role, WorkerOffer
 from readyplane_lab.demo import DEMO_POLICY
 from readyplane_lab.simulator.directives import Activate, Flip, StandBy
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
+from readyplane_lab.simulator.router import SimRouter
 from readyplane_lab.simulator.sources import WeightSources
 from readyplane_lab.simulator.startup import Draws, StartUpModel
+from readyplane_lab.simulator.worker import SimWorker
 from readyplane_planner.policy import overlay
 from tests.simulation.sim_world import Fixed, steady, world
 
@@ -179,6 +181,30 @@ def test_a_standby_serves_soon_after_it_is_told_and_is_paid_for_before() -> None
     assert all(w.start_s == w.allocated_s for w in others)
     # It hears of it with its next renewal.
     assert result.counts["gpu_s.prefill.standby"] == pytest.approx(10.25, abs=0.25)
+
+
+def test_a_standby_that_loses_its_lease_as_it_is_activated_serves_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    activate, register = SimWorker._activate, SimRouter.register
+    offers: list[WorkerOffer] = []
+
+    async def cut_off(self: SimWorker) -> None:
+        self.unreachable_until_s = self._site.clock.monotonic_s() + 12.0
+        await activate(self)
+
+    async def seen(self: SimRouter, offer: WorkerOffer) -> Lease:
+        offers.append(offer)
+        return await register(self, offer)
+
+    monkeypatch.setattr(SimWorker, "_activate", cut_off)
+    monkeypatch.setattr(SimRouter, "register", seen)
+    result = world(KEEP, standbys=(1, 0), directives=(Activate(10.0, Role.PREFILL),))
+    (standby,) = (w for w in result.lives if "standby" in w.worker_id)
+    assert result.counts["leases_expired"] == 1
+    assert standby.ready_s == pytest.approx(22.0, abs=1.0), "as soon as it is back"
+    again = [o for o in offers if o.worker_id == standby.worker_id][1]
+    assert again.standby and 40.0 < (again.told_left_s or 0.0) < 49.0
 
 
 def test_a_standby_loaded_by_hand_is_no_capacity_and_not_given_up() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from readyplane.core.errors import LostLease
-from readyplane.core.worker import Role
-from readyplane.ports import Directive
+from readyplane.core.worker import Lease, Role, WorkerOffer
+from readyplane.ports import Directive, GateVerdict
 from readyplane_agent import life as life_module
+from readyplane_agent.engines.port import GenerateResult
 from readyplane_agent.lifecycle import ExitCode, State
+from tests.unit.agent_twins import TwinRouter
 from tests.unit.agent_world import World, begin, living, ready, until
 
 ACTIVATE = Directive("activate", 30.0, "a burst")
@@ -162,3 +165,126 @@ async def test_a_drain_comes_before_a_flip(tmp_path: Path) -> None:
         w.engine.idle = True
         assert await asyncio.wait_for(running, 5) is ExitCode.LEFT
         assert len(w.router.offers) == 1
+
+
+class GivingWords(TwinRouter):
+    """Gives a standby the word to serve; who says that he was told is told on, as the router does.
+
+    Attributes:
+        told_epoch: of the lease whose holder is to serve now; anybody else stands by.
+    """
+
+    told_epoch = 0
+
+    async def register(self, offer: WorkerOffer) -> Lease:
+        lease = await super().register(offer)
+        if offer.told_left_s is not None:
+            self.told_epoch = lease.epoch
+        return lease
+
+    async def admit(self, *args: Any, **kwargs: Any) -> GateVerdict:
+        self.standby = self.epoch != self.told_epoch
+        return await super().admit(*args, **kwargs)
+
+
+def giving_words(w: World) -> GivingWords:
+    w.router = router = GivingWords()
+    w.life = w._life("w1-abc")
+    return router
+
+
+async def test_the_word_to_serve_outlives_the_lease_that_is_lost_while_it_is_followed(
+    tmp_path: Path,
+) -> None:
+    """The router comes back empty while the canary is asked: it is told what was told before."""
+    async with living(tmp_path, standby=True) as w:
+        router = giving_words(w)
+        running = await standing_by(w)
+        asked, answer = asyncio.Event(), asyncio.Event()
+        generate = w.engine.generate
+
+        async def slow(*args: Any, **kwargs: Any) -> GenerateResult:
+            asked.set()
+            await answer.wait()
+            return await generate(*args, **kwargs)
+
+        w.engine.generate = slow  # type: ignore[method-assign]
+        router.told_epoch, router.directives = 1, [ACTIVATE]
+        await until(lambda: asked.is_set() and w.life.state is State.ACTIVATING)
+        router.lease, router.directives, router.told_epoch = None, [], 0
+        await until(lambda: len(router.offers) == 2)
+        again = router.offers[1]
+        assert again.standby and again.told_reason == "a burst"
+        assert again.told_left_s is not None and 0 < again.told_left_s <= 30.0
+        assert router.epoch == 2
+        await until(lambda: w.life.state is State.REJOINING)
+        answer.set()
+        await until(lambda: w.life.state is State.READY or running.done())
+        assert w.life.state is State.READY, w.life.trace.failure
+        assert w.life.ready_s is not None and w.life.session.epoch == 2
+        assert len(router.admitted) == 1, "and once only"
+        router.lease = None
+        await until(lambda: len(router.offers) == 3)
+        assert router.offers[2].told_left_s is None and not router.offers[2].standby
+
+
+async def test_a_word_that_has_run_out_is_not_told_on(tmp_path: Path) -> None:
+    async with living(tmp_path, standby=True) as w:
+        router = giving_words(w)
+        await standing_by(w)
+        steps = len(router.steps)
+        router.say(Directive("activate", 0.2, "a burst"))
+        router.directives = []
+        await until(lambda: len(router.steps) > steps and w.life.state is State.STANDBY)
+        await asyncio.sleep(0.25)
+        router.lease = None
+        await until(lambda: len(router.offers) == 2)
+        assert router.offers[1].standby and router.offers[1].told_left_s is None
+        await until(lambda: w.life.state is State.STANDBY)
+        assert router.admitted == [] and w.life.ready_s is None
+
+
+async def test_a_word_that_comes_while_it_loads_outlives_the_lease(tmp_path: Path) -> None:
+    async with living(tmp_path, standby=True) as w:
+        router = giving_words(w)
+        loaded, wait_ready = asyncio.Event(), w.engine.wait_ready
+
+        async def slow(**limits: Any) -> None:
+            await loaded.wait()
+            await wait_ready(**limits)
+
+        w.engine.wait_ready = slow  # type: ignore[method-assign]
+        running = begin(w)
+        await until(lambda: w.life.state is State.STARTING or running.done())
+        router.say(ACTIVATE)
+        router.lease, router.directives = None, []
+        await until(lambda: len(router.offers) == 2)
+        assert router.offers[1].told_left_s is not None
+        loaded.set()
+        await until(lambda: w.life.state is State.READY or running.done())
+        assert w.life.state is State.READY, w.life.trace.failure
+
+
+async def test_an_activation_under_a_lost_lease_ends_with_it(tmp_path: Path) -> None:
+    """It would hand in what was asked under the lost one, and its refusal would end the worker."""
+    async with living(tmp_path, standby=True) as w:
+        router = giving_words(w)
+        running = await standing_by(w)
+        admit, first = router.admit, asyncio.Event()
+
+        async def lost(*args: Any, **kwargs: Any) -> GateVerdict:
+            if not first.is_set():  # the router comes back empty as it is asked
+                first.set()
+                router.lease, router.directives, router.told_epoch = None, [], 0
+            return await admit(*args, **kwargs)
+
+        router.admit = lost  # type: ignore[method-assign]
+        steps = len(router.steps)
+        router.told_epoch, router.directives = 1, [ACTIVATE]
+        await until(lambda: w.life.state is State.READY or running.done())
+        assert w.life.state is State.READY, w.life.trace.failure
+        under_the_next = router.steps[steps + 1 :]
+        assert under_the_next == ["connected", "placed", "canary_passed"], "proved whole, once"
+        assert len(router.admitted) == 1
+        await asyncio.sleep(0.1)
+        assert not running.done()

@@ -2,8 +2,10 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,8 @@ from readyplane.core import gate_checks as gc
 from readyplane.core.errors import LostLease, StaleEpoch, Unauthenticated
 from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.startup import SegmentName, WeightTier, critical_path
-from readyplane.ports import Directive
+from readyplane.core.worker import CheckResult
+from readyplane.ports import Directive, GateVerdict, GroupStatus, RankReport
 from readyplane_agent import draining
 from readyplane_agent import life as life_module
 from readyplane_agent.lifecycle import ExitCode, State
@@ -31,6 +34,45 @@ def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --------------------------------------------------------------------------- the good life
+
+
+@dataclass
+class JudgingByGroup(TwinRouter):
+    """Refuses whoever names another group than that of its lease, as the gate does."""
+
+    loses_at: int = 0
+    asked: int = 0
+
+    async def report_rank(self, report: RankReport) -> GroupStatus:
+        status = await super().report_rank(report)
+        return replace(status, group_epoch=100 + report.epoch) if status.group_epoch else status
+
+    async def admit(self, *args: Any, checks: Sequence[CheckResult], **kwargs: Any) -> GateVerdict:
+        self.asked += 1
+        if self.asked == self.loses_at:
+            self.lease = None
+        named = next(c.evidence["group_epoch"] for c in checks if c.name == gc.GROUP)
+        self.refuse = () if named == 100 + self.epoch else (f"group epoch {named}",)
+        return await super().admit(*args, checks=checks, **kwargs)
+
+
+@pytest.mark.parametrize("loses_at", [1, 2])
+async def test_a_lease_that_is_lost_between_group_and_gate_is_no_refusal(
+    tmp_path: Path, loses_at: int
+) -> None:
+    """Of a start, and of a worker that rejoins: the group forms anew under the next lease."""
+    async with living(tmp_path) as w:
+        w.router = router = JudgingByGroup(loses_at=loses_at)
+        w.life = w._life("w1-abc")
+        running = begin(w)
+        await until(lambda: w.life.state is State.READY or running.done())
+        assert w.life.state is State.READY, w.life.trace.failure
+        if loses_at == 2:
+            router.lease = None
+            await until(lambda: router.epoch == 3 or running.done())
+        await until(lambda: w.life.state is State.READY or running.done())
+        assert w.life.state is State.READY, w.life.trace.failure
+        assert w.life.session.epoch == 1 + loses_at and router.asked == 2 + loses_at
 
 
 async def test_a_start_from_order_to_ready_to_gone(tmp_path: Path) -> None:

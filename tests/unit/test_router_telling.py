@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from readyplane.core.errors import NoPair, NotFound, Refused, StaleEpoch
+from readyplane.core.errors import InvalidField, NoPair, NotFound, Refused, StaleEpoch
 from readyplane.core.worker import Role, WorkerOffer, WorkerState
 from readyplane.ports import Directive, RenewalAnswer
 from readyplane_router import lease
@@ -110,6 +110,110 @@ def test_an_activation_runs_out_and_nobody_is_half_activated() -> None:
         await router.activate("d0")
         assert await d.admit() == ()
         assert (await router.list_workers()).workers["d0"].state is WorkerState.READY
+
+    on_virtual_time(main)
+
+
+async def lost(world: World, router: Any, name: str) -> None:
+    """Nobody renews for a whole lease, which is found out."""
+    await world.clock.sleep(world.policy.lease_ttl_s + 3 * world.policy.tick_s)
+    assert (await router.list_workers()).workers[name].state is WorkerState.GONE
+
+
+def test_the_word_to_serve_outlives_the_lease_it_was_given_under() -> None:
+    """Whether the worker has heard of it or not: it has another epoch and is told on."""
+
+    async def main(world: World) -> None:
+        router = await world.router()
+        d = await standby(world, router, "d0", D)
+        before = d.lease.epoch
+        await router.activate("d0", deadline_s=60.0, reason="a burst")
+        await lost(world, router, "d0")
+        await d.register()
+        held = (await router.list_workers()).workers["d0"]
+        assert (held.state, held.told) == (WorkerState.PROVISIONED, ACTIVATE)
+        assert d.lease.epoch > before
+        (word,) = (await d.renew()).directives
+        assert (word.kind, word.reason) == (ACTIVATE, "a burst")
+        assert word.deadline_s is not None and word.deadline_s <= 51.0, "no second more"
+        await d.form()
+        assert await d.admit() == ()
+        held = (await router.list_workers()).workers["d0"]
+        assert (held.state, held.told) == (WorkerState.READY, "")
+        counts = router.members.counts
+        assert (counts["activations_carried"], counts["activated"]) == (1, 1)
+        assert await kinds(d) == []
+
+    on_virtual_time(main)
+
+
+def test_a_word_that_ran_out_with_the_lease_is_counted_and_told_no_more() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        d = await standby(world, router, "d0", D)
+        await router.activate("d0", deadline_s=4.0)
+        await lost(world, router, "d0")
+        await d.register()
+        assert await kinds(d) == []
+        await d.form()
+        await d.admit()
+        held = (await router.list_workers()).workers["d0"]
+        assert (held.state, held.told) == (WorkerState.STANDBY, "")
+        assert router.members.counts["activations_expired"] == 1
+
+    on_virtual_time(main)
+
+
+def test_a_word_is_for_the_process_it_was_given_to() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        d = await standby(world, router, "d0", D)
+        await router.activate("d0", deadline_s=60.0)
+        d.offer = replace(d.offer, incarnation="another-life")
+        await d.register()
+        assert await kinds(d) == []
+        assert router.members.counts["activations_carried"] == 0
+
+    on_virtual_time(main)
+
+
+def test_a_router_that_came_back_empty_is_told_what_a_standby_was_told() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        say: dict[str, Any] = {"told_left_s": 20.0, "told_reason": "a burst"}
+        d = FakeWorker(router, replace(offer("d0", D), standby=True, **say))
+        await d.register()
+        held = (await router.list_workers()).workers["d0"]
+        assert held.told == ACTIVATE and held.offer.told_left_s is None, "true of that moment only"
+        (word,) = (await d.renew()).directives
+        assert word == Directive(ACTIVATE, 20.0, "a burst")
+        await d.form()
+        assert await d.admit() == ()
+        assert (await router.list_workers()).workers["d0"].state is WorkerState.READY
+        plain = FakeWorker(router, replace(offer("d1", D), **say))  # serves untold
+        await plain.register()
+        assert (await router.list_workers()).workers["d1"].told == ""
+        for wrong in (float("nan"), float("inf"), -1.0):
+            bad = FakeWorker(router, replace(offer("d2", D), standby=True, told_left_s=wrong))
+            with pytest.raises(InvalidField, match=r"offer\.told_left_s"):
+                await bad.register()
+
+    on_virtual_time(main)
+
+
+def test_a_word_that_is_told_on_too_late_leaves_a_standby() -> None:
+    async def main(world: World) -> None:
+        router = await world.router()
+        d = FakeWorker(router, replace(offer("d0", D), standby=True, told_left_s=2.0))
+        await d.register()
+        await d.form()
+        await world.clock.sleep(2.5)
+        await d.admit()
+        await d.renew()
+        await world.clock.sleep(1.5)
+        held = (await router.list_workers()).workers["d0"]
+        assert (held.state, held.told) == (WorkerState.STANDBY, "")
+        assert router.members.counts["activations_expired"] == 1
 
     on_virtual_time(main)
 
@@ -307,7 +411,7 @@ def test_a_word_that_another_router_gave_is_said_by_the_one_that_holds_the_sessi
     on_virtual_time(main, shared=True)
 
 
-def test_a_router_that_came_back_empty_has_no_word_and_the_worker_stands_by_again() -> None:
+def test_a_word_that_no_worker_has_heard_goes_with_a_router_that_came_back_empty() -> None:
     async def main(world: World) -> None:
         first = await world.router()
         d = await standby(world, first, "d0", D)

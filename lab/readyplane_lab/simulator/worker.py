@@ -113,6 +113,7 @@ class SimWorker:
         self._served = False
         self._begun_s = self.born_s
         self._word = asyncio.Event()
+        self._serve_until_s, self._serve_why = 0.0, ""
         self._imported_s: float | None = None
         self._staging: Staging | None = None
         if staged:
@@ -430,7 +431,11 @@ class SimWorker:
         self._lease = answer.lease
         # The finished segments are told once more after admission, then never again.
         self._told_ready = self._served or self.state is State.STANDBY
-        self._kv_anew = self._kv_anew or any(d.kind == "replay_kv" for d in answer.directives)
+        for word in answer.directives:
+            self._kv_anew = self._kv_anew or word.kind == "replay_kv"
+            if word.kind == "activate":
+                now_s = self._site.clock.monotonic_s()
+                self._serve_until_s, self._serve_why = now_s + (word.deadline_s or 0.0), word.reason
         return answer.directives
 
     def _renewal(self, drained: bool) -> Renewal:
@@ -548,7 +553,9 @@ class SimWorker:
         )
 
     def _offer(self) -> WorkerOffer:
-        order = self.order
+        order, standby = self.order, self.order.standby and not self._served
+        left_s = self._serve_until_s - self._site.clock.monotonic_s()
+        told = standby and left_s > 0
         return WorkerOffer(
             worker_id=order.worker_id,
             incarnation=self.incarnation,
@@ -562,8 +569,10 @@ class SimWorker:
             ordered_ago_s=self._site.clock.monotonic_s() - self.born_s,
             mode=order.mode,
             convertible=order.convertible_tpot_s > 0,
-            standby=order.standby and not self._served,
+            standby=standby,
             holds=order.holds,
+            told_left_s=left_s if told else None,
+            told_reason=self._serve_why if told else "",
         )
 
     def _progress(self) -> StartProgress:

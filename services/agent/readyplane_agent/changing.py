@@ -7,6 +7,7 @@ reason: whoever could not be proved must not serve.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -42,13 +43,26 @@ class Changing:
         self._clock, self._state, self._tell, self._end = clock, state, tell, end
         self._flip_to: Role | None = None
         self._turning = False
+        self._activation: asyncio.Task[None] | None = None
 
     async def activate(self, why: str) -> None:
-        """A standby is to serve; one that is told too late stands by again."""
+        """A standby is to serve; one that is told too late stands by again.
+
+        One whose lease is lost on the way is told on under the next one, and proved whole: what was
+        under way for the lost one ends (`forgotten`).
+        """
         began_s = self._clock.monotonic_s()
         self._tell(Event.ACTIVATE_ASKED)
+        activation = self._activation = asyncio.create_task(self._start.activate())
         try:
-            await self._start.activate()
+            await asyncio.wait({activation})
+        finally:
+            activation.cancel()
+        if activation.cancelled():
+            log.warning("activation: the lease was lost on the way; it is told on under the next")
+            return
+        try:
+            activation.result()
         except (LostLease, StaleEpoch) as error:
             log.warning("activation: %s; the session decides", error)
         except ReadyplaneError as error:
@@ -102,5 +116,12 @@ class Changing:
         return True
 
     def forgotten(self) -> None:
-        """The router knows of no flip any more: the stage stays what it was."""
+        """The lease is another one: no flip is known any more, and no activation goes on under it."""
         self._flip_to = None
+        if self._activation is not None:
+            self._activation.cancel()
+
+    async def ended(self) -> None:
+        """Until nothing is under way any more that was begun under a lost lease."""
+        if self._activation is not None and not self._activation.done():
+            await asyncio.wait({self._activation})

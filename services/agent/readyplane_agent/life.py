@@ -345,6 +345,7 @@ class Life:
         elif directive.kind in {"leave", "stop"}:
             self.end(Event.LEAVE_ASKED, why)
         elif directive.kind == "activate":
+            self._waiting.hear(directive.deadline_s, why)
             if self.state is State.BARE:
                 self._waiting.told.set()
             elif self.state is State.STANDBY:
@@ -414,6 +415,8 @@ class Life:
 
     def _offer(self) -> WorkerOffer:
         s, ordered = self.settings, self.trace.ordered_at_s
+        stands_by = s.standby and self.ready_s is None
+        told_left_s, told_reason = self._waiting.word() if stands_by else (None, "")
         return WorkerOffer(
             worker_id=s.worker_id,
             incarnation=self.incarnation,
@@ -431,8 +434,10 @@ class Life:
             attached=s.engine == "attached",
             ranks=s.tp,
             convertible=s.convertible_tpot_s > 0,
-            standby=s.standby and self.ready_s is None,
+            standby=stands_by,
             holds=s.holds,
+            told_left_s=told_left_s,
+            told_reason=told_reason,
         )
 
     async def _news(self) -> News:
@@ -468,6 +473,7 @@ class Life:
             self._rejoining = asyncio.create_task(self._rejoin())
 
     async def _rejoin(self) -> None:
+        await self._changing.ended()
         await self._upgrading.interrupt("the router had lost it")
         while self.state is State.REJOINING:
             try:

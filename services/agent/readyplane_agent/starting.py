@@ -385,11 +385,14 @@ class Start:
     # ----------------------------------------------------------------------- barrier and gate
 
     async def _join(self) -> None:
-        with self._trace.span(SegmentName.GROUP_BARRIER, follows=True) as span:
-            group_epoch = await self._barrier.fall()
-            span.detail = f"group epoch {group_epoch}"
-        with self._trace.span(SegmentName.ROUTER_REGISTRATION, "admission", follows=True):
-            verdict = await self._admit(group_epoch)
+        verdict: GateVerdict | None = None
+        while verdict is None:
+            epoch = self._lease().epoch
+            with self._trace.span(SegmentName.GROUP_BARRIER, follows=True) as span:
+                group_epoch = await self._barrier.fall()
+                span.detail = f"group epoch {group_epoch}"
+            with self._trace.span(SegmentName.ROUTER_REGISTRATION, "admission", follows=True):
+                verdict = await self._admit(group_epoch, epoch)
         self._tell(Event.STOOD_BY if verdict.standby else Event.ADMITTED)
 
     async def _ask_admission(self, group_epoch: int) -> GateVerdict:
@@ -409,12 +412,16 @@ class Start:
 
         return await self._patient(ask)
 
-    async def _admit(self, group_epoch: int) -> GateVerdict:
+    async def _admit(self, group_epoch: int, epoch: int) -> GateVerdict | None:
+        """The verdict; None: the lease of `epoch` was lost, and with it the group that it judges by."""
         verdict = await self._ask_admission(group_epoch)
-        if not verdict.admitted:
-            self._tell(Event.REFUSED)
-            raise Refused("admission", verdict.reasons, "see the checks of the worker")
-        return verdict
+        if verdict.admitted:
+            return verdict
+        if self._lease().epoch != epoch:
+            log.warning("not admitted under another lease than its group's: the group forms anew")
+            return None
+        self._tell(Event.REFUSED)
+        raise Refused("admission", verdict.reasons, "see the checks of the worker")
 
 
 def _refuse_failed(what: str, checks: Iterable[CheckResult]) -> None:

@@ -38,6 +38,7 @@ class Waiting:
         self.told = asyncio.Event()
         self.asleep = False
         self._stopped_s: float | None = None
+        self._word_until_s, self._word = 0.0, ""
         self._turning = asyncio.Lock()  # the word to serve may come while it falls asleep
 
     @property
@@ -49,6 +50,18 @@ class Waiting:
     def sleeps(self) -> bool:
         """Whether it is to wait asleep."""
         return self._s.standby and self._s.holds is Holds.ASLEEP
+
+    def hear(self, left_s: float | None, why: str) -> None:
+        """It is told to serve within `left_s`; told again, the newest counts."""
+        self._word_until_s, self._word = self._clock.monotonic_s() + (left_s or 0.0), why
+
+    def word(self) -> tuple[float | None, str]:
+        """Seconds that are left of the word to serve and why it was given; None: it is not told.
+
+        A lease may be lost meanwhile: the word goes on holding (`WorkerOffer.told_left_s`).
+        """
+        left_s = self._word_until_s - self._clock.monotonic_s()
+        return (left_s, self._word) if left_s > 0 else (None, "")
 
     def check(self) -> None:
         """Raises NotOffered: the engine cannot wait as it was ordered to. Asked before it loads."""
@@ -83,7 +96,13 @@ class Waiting:
                 self.asleep = True
 
     async def wake(self) -> bool:
-        """Whether it slept. Raises Unavailable, IdentityMismatch: it is not what it was."""
+        """Whether it slept. Raises Unavailable, IdentityMismatch: it is not what it was.
+
+        Whoever stops waiting for it does not stop it: an engine half awake is none.
+        """
+        return await asyncio.shield(self._wake())
+
+    async def _wake(self) -> bool:
         async with self._turning:
             if not self.asleep:
                 return False

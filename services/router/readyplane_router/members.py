@@ -6,6 +6,7 @@ routers share. States change along `lease.TRANSITIONS` only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -262,6 +263,9 @@ def check_offer(offer: WorkerOffer) -> None:
         raise InvalidField("offer.role", offer.role, "a convertible worker serves both")
     if offer.generation < 0:
         raise InvalidField("offer.generation", offer.generation, "use 0 or more")
+    left_s = offer.told_left_s
+    if left_s is not None and not (math.isfinite(left_s) and left_s >= 0):
+        raise InvalidField("offer.told_left_s", left_s, "use finite seconds from 0, or none")
     if not offer.attached and not offer.manifest_digest:
         raise InvalidField("offer.manifest_digest", "", "say which artifact the worker serves")
     if offer.agent_url and not url_is_plausible(offer.agent_url):

@@ -83,6 +83,7 @@ class Membership(Telling):
             renewed_s=now_s,
             moved_s=now_s,
         )
+        self._told_still(fresh, member)
         fresh.epoch = await self._grant(fresh)
         before = self._members.get(offer.worker_id)
         if before is not None and before.epoch > fresh.epoch:

@@ -42,7 +42,8 @@ RESYNC_EVERY_TICKS = 10
 REFILLED_AT_ONCE_MAX = 32
 COUNTED = (
     *("granted", "fenced", "expired", "left", "admitted", "refused", "drain_aborts"),
-    *("stood_by", "activated", "activations_expired", "flipped", "staged", "stages_refused"),
+    *("stood_by", "activated", "activations_carried", "activations_expired"),
+    *("flipped", "staged", "stages_refused"),
 )
 
 log = logging.getLogger(__name__)

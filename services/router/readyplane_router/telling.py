@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from readyplane.core.errors import NotFound, Refused, StaleEpoch
 from readyplane.core.worker import Holds, Lease, Role, Worker, WorkerState
@@ -18,6 +19,7 @@ from readyplane_router.replica import Replica
 from readyplane_router.told import (
     ACTIVATE,
     FLIP,
+    Told,
     is_to_tell,
     why_not_activate,
     why_not_flip,
@@ -138,6 +140,35 @@ class Telling(Replica):
             await self._tell(member)
         return member.view()
 
+    def _told_still(self, fresh: Member, before: Member | None) -> None:
+        """A word to serve outlives the lease it was given under: it is told on under the next one.
+
+        For as long as it was given and no longer, and to the same process only: what this router
+        told it, or what the worker says that it was told, where this router does not know.
+        """
+        offer = fresh.offer
+        left_s, reason = offer.told_left_s, offer.told_reason
+        fresh.offer = replace(offer, told_left_s=None, told_reason="")  # of that moment alone
+        if not offer.standby:
+            return
+        now_s = self._clock.monotonic_s()
+        told = None
+        if before is not None and before.offer.incarnation == offer.incarnation:
+            told = before.told
+        if told is not None and told.kind == ACTIVATE:
+            if now_s >= told.until_s:
+                self._ran_out(fresh, told)
+                return
+            fresh.words, fresh.told = 1, replace(told, number=1)
+        elif left_s is not None and left_s > 0:
+            fresh.tell(ACTIVATE, reason, now_s=now_s, for_s=left_s)
+        if fresh.told is not None:
+            self.counts["activations_carried"] += 1
+            log.info(
+                "a worker that was told to serve has another lease, and is told on",
+                extra={"worker": offer.worker_id, "why": fresh.told.reason},
+            )
+
     def hear(self, worker_id: str, incarnation: str, told: Callable[[RenewalAnswer], None]) -> None:
         """Say to `told` what this incarnation is to do, whenever that changes."""
         member = self._members.get(worker_id)
@@ -185,13 +216,16 @@ class Telling(Replica):
         if told is None or told.kind != ACTIVATE or now_s < told.until_s:
             return
         member.told = None
+        self._ran_out(member, told)
+        self._roster.bump()
+        await self._tell(member)
+
+    def _ran_out(self, member: Member, told: Told) -> None:
         self.counts["activations_expired"] += 1
         log.warning(
             "an activation was not followed in time",
             extra={"worker": member.offer.worker_id, "why": told.reason},
         )
-        self._roster.bump()
-        await self._tell(member)
 
 
 def _why(reason: str, scale_decision_id: str) -> str:
