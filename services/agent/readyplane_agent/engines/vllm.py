@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -39,6 +39,7 @@ from readyplane_agent.engines.vllm_command import (
     python_of,
 )
 from readyplane_agent.engines.vllm_events import KvEventReader
+from readyplane_agent.engines.vllm_first import ask_first
 from readyplane_agent.engines.vllm_marks import (
     AS_CONFIGURED,
     MARKS_ENV,
@@ -55,6 +56,16 @@ CPU_EVERY_S = 2.0
 CPU_STEP_S = 0.1  # so much more processor time is progress
 MARKS_FILE = "engine-marks.jsonl"
 NO_MODULE = "No module named readyplane_agent"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Until:
+    """How long a start may take: since when, without progress, and in all."""
+
+    begun_s: float
+    stall_s: float
+    limit_s: float
 
 
 class VllmEngine(AttachedEngine):
@@ -142,7 +153,7 @@ class VllmEngine(AttachedEngine):
         spec.work_dir.mkdir(parents=True, exist_ok=True)
         self._marks = spec.work_dir / MARKS_FILE
         self._marks.unlink(missing_ok=True)
-        write_mark("spawned", at_s=self._clock.monotonic_s(), path=str(self._marks))
+        self._mark("spawned")
         self._spec = spec
         await self._child.start(
             [str(python_of(program)), *LAUNCH],
@@ -157,7 +168,7 @@ class VllmEngine(AttachedEngine):
         )
 
     async def wait_ready(self, *, stall_s: float = 60.0, limit_s: float = 1800.0) -> None:
-        """Wait until `/health` answers.
+        """Wait until `/health` answers, and what would make a first request wait is done.
 
         Raises:
             Unavailable: it died, showed no progress (marks, log, processor time) for `stall_s`, or
@@ -165,22 +176,14 @@ class VllmEngine(AttachedEngine):
         """
         if self._spec is None or self._ordered_s is None:
             raise Unavailable("the engine was not started", "call start first")
-        begun_s = moved_s = self._clock.monotonic_s()
-        seen: object = None
-        while not await self._answers():
-            now_s = self._clock.monotonic_s()
-            found = await self._progress(now_s)
-            if found != seen:
-                seen, moved_s = found, now_s
-            self._refuse_stalled(now_s, begun_s, moved_s, stall_s=stall_s, limit_s=limit_s)
-            await self._clock.sleep(POLL_S)
+        until = _Until(self._clock.monotonic_s(), stall_s, limit_s)
+        await self._gets_on(self._answers, until)
+        await self._first_requests(until)
+        await self._gets_on(self._answers, until)  # it may have ended at one of them
         await super().wait_ready(stall_s=stall_s, limit_s=limit_s)
         self._up_s = self._clock.monotonic_s()  # it has told all that it is asked at its start
 
     async def _answers(self) -> bool:
-        gone = self._child.died()
-        if gone is not None:
-            raise self._explained(gone)
         now_s = self._clock.monotonic_s()
         up = any(m.name == "engine_up" for m in read_marks(self._marks))
         if not up and now_s - self._asked_s < UNMARKED_POLL_S:
@@ -192,28 +195,55 @@ class VllmEngine(AttachedEngine):
             return False
         return True
 
+    async def _first_requests(self, until: _Until) -> None:
+        """What only the first of some requests waits for is done now. Raises as `wait_ready`."""
+        asking = asyncio.create_task(ask_first(self._client, self._mark, timeout_s=until.limit_s))
+
+        async def asked() -> bool:
+            return asking.done()
+
+        try:
+            await self._gets_on(asked, until)
+            await asking
+        finally:
+            asking.cancel()
+            await asyncio.wait({asking})
+
+    def _mark(self, name: str) -> None:
+        write_mark(name, at_s=self._clock.monotonic_s(), path=str(self._marks))
+
     async def _until_marked(self, name: str, *, stall_s: float, limit_s: float) -> float:
         """When a mark came. Raises Unavailable as `wait_ready`."""
-        begun_s = moved_s = self._clock.monotonic_s()
+
+        async def marked() -> list[float]:
+            return [m.at_s for m in read_marks(self._marks) if m.name == name]
+
+        until = _Until(self._clock.monotonic_s(), stall_s, limit_s)
+        return (await self._gets_on(marked, until))[0]
+
+    async def _gets_on(self, look: Callable[[], Awaitable[T]], until: _Until) -> T:
+        """What `look` finds as soon as it finds something, while the start gets on.
+
+        Raises:
+            Unavailable: as `wait_ready`.
+        """
+        moved_s = self._clock.monotonic_s()
         seen: object = None
         while True:
-            found_s = next((m.at_s for m in read_marks(self._marks) if m.name == name), None)
-            if found_s is not None:
-                return found_s
             gone = self._child.died()
             if gone is not None:
                 raise self._explained(gone)
+            if found := await look():
+                return found
             now_s = self._clock.monotonic_s()
             progress = await self._progress(now_s)
             if progress != seen:
                 seen, moved_s = progress, now_s
-            self._refuse_stalled(now_s, begun_s, moved_s, stall_s=stall_s, limit_s=limit_s)
+            self._refuse_stalled(now_s, moved_s, until)
             await self._clock.sleep(POLL_S)
 
-    def _refuse_stalled(
-        self, now_s: float, begun_s: float, moved_s: float, *, stall_s: float, limit_s: float
-    ) -> None:
-        if now_s - moved_s <= stall_s and now_s - begun_s <= limit_s:
+    def _refuse_stalled(self, now_s: float, moved_s: float, until: _Until) -> None:
+        if now_s - moved_s <= until.stall_s and now_s - until.begun_s <= until.limit_s:
             return
         running = [s for s in self.startup_segments() if s.end_s is None]
         what = f"{running[-1].name} ({running[-1].detail})" if running else "its start"

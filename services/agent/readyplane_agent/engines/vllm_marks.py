@@ -62,6 +62,7 @@ STEPS: Mapping[str, tuple[SegmentName, str] | None] = {
     "graphs_captured": (SegmentName.WARMUP, "kernels"),
     "scheduler": (SegmentName.WARMUP, "scheduler and connector"),
     "engine_up": (SegmentName.WARMUP, "server"),
+    "first_logprobs": (SegmentName.WARMUP, "first request with logprobs"),
 }
 
 
