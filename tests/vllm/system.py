@@ -136,13 +136,15 @@ class System:
                 return process.children(recursive=True)
         return []
 
-    def kill_engine(self, worker_id: str) -> None:
-        """SIGKILL for every process of a worker's vLLM."""
-        for process in self.engine_processes(worker_id):
+    def kill_engine(self, worker_id: str) -> list[psutil.Process]:
+        """SIGKILL for every process of a worker's vLLM, which are given back."""
+        processes = self.engine_processes(worker_id)
+        for process in processes:
             try:
                 os.kill(process.pid, signal.SIGKILL)
             except (ProcessLookupError, psutil.Error):
                 continue
+        return processes
 
     def _own(self, process: psutil.Process) -> bool:
         return any(p.pid == self.process.pid for p in process.parents())
@@ -218,14 +220,11 @@ class Client:
                 tokens = (doc.get("usage") or {}).get("completion_tokens", tokens)
         return tokens, done, error
 
-    async def metric(self, url: str, name: str) -> float:
-        """Sum of one metric of an engine."""
+    async def metric(self, url: str, name: str, **labels: str) -> float:
+        """Sum of one metric, of the samples with these labels; 0 where none has them yet."""
         async with self._session.get(f"{url}/metrics") as response:
             page = await response.text()
-        found = [
-            float(line.rpartition(" ")[2])
-            for line in page.splitlines()
-            if line.startswith((name + "{", name + " "))
-        ]
-        assert found, f"{name} is not on the page"
-        return sum(found)
+        found = [line for line in page.splitlines() if line.startswith((name + "{", name + " "))]
+        assert found or labels, f"{name} is not on the page"
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(x.rpartition(" ")[2]) for x in found if all(w in x for w in wanted))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 import pytest_asyncio
 
-from readyplane_gateway.legs import PREFILL_PARAMS, UNSAID
 from readyplane_lab.up.prompts import words_of
 from readyplane_lab.up.real_engine import RealEngine
 from tests.vllm.system import Client, System, running
@@ -34,7 +35,9 @@ NEXT = 4
 TOKENS = 8
 XFER = "vllm:nixl_xfer_time_seconds_count"
 RUNNING = "vllm:num_requests_running"
+DONE = "vllm:request_success_total"
 REPAIRS = "readyplane_gateway_repairs_total"
+LEGS = "readyplane_gateway_leg_seconds_count"
 TYPED = (429, 502, 503, 504)
 CLOSE = 0.25
 """Nats between two tokens of which another batch may choose the other one: logits are bfloat16."""
@@ -132,34 +135,59 @@ async def test_the_one_that_came_instead_hands_over_as_well(system: System, clie
     assert await client.metric(d["engine_url"], XFER) == before + HAND_OVERS
 
 
-async def test_a_reader_whose_source_is_gone_says_no_more_than_that_it_failed(
+async def test_kv_that_a_killed_prefill_worker_took_with_it_is_computed_by_the_other(
     system: System, client: Client
 ) -> None:
-    """So the gateway looks for the source itself (B60), and no reader loses its good name."""
-    source, _ = await _two(system)
+    """The reader says 500 and no more: the gateway looks for the source, and blames that one (B60).
+
+    The decode engine stands still meanwhile, so that it asks for the KV when nobody has it any more.
+    """
+    p = await _two(system)
     (d,) = system.ready("decode")
+    gateway = system.book["gateway_http"]
+    unsaid = {"leg": "handover", "trouble": "http_500"}
+    before = await client.metric(gateway, REPAIRS, **unsaid)
+    ended = await client.metric(gateway, LEGS, leg="prefill", outcome="ok")
+    done = {w["worker_id"]: await client.metric(w["engine_url"], DONE) for w in p}
     text = words_of(110, CHARACTERS)
-    leg = await client.ask_engine(
-        source["engine_url"],
-        prompt=text,
-        max_tokens=1,
-        ignore_eos=True,
-        kv_transfer_params=dict(PREFILL_PARAMS),
-    )
-    system.kill_engine(source["worker_id"])
-    status, doc = await client.at_engine(
-        d["engine_url"],
-        prompt=text,
-        max_tokens=TOKENS,
-        ignore_eos=True,
-        kv_transfer_params=leg["kv_transfer_params"],
-    )
-    print(f"\nkilled before its KV was read: {status} {doc.get('error', doc)}")
-    assert f"http_{status}" in UNSAID, doc
-    assert doc["error"]["message"], doc
+    _, *engine = system.engine_processes(d["worker_id"])  # its server goes on
+    assert engine, "the engine is a process of its own"
+    with standing_still(engine):
+        asked = asyncio.create_task(
+            client.complete(prompt=text, max_tokens=TOKENS, ignore_eos=True, return_token_ids=True)
+        )
+        async with asyncio.timeout(SEEN_WITHIN_S):
+            killed = await _computed(client, p, done)
+            while await client.metric(gateway, LEGS, leg="prefill", outcome="ok") == ended:
+                await asyncio.sleep(0.02)
+        gone = system.kill_engine(killed["worker_id"])
+        _, left = await asyncio.to_thread(psutil.wait_procs, gone, timeout=SEEN_WITHIN_S)
+        assert not left, left
+        assert not asked.done(), asked.result()
+    status, doc, headers = await asked
+    blamed = await client.metric(gateway, REPAIRS, **unsaid) - before
+    print(f"\nkilled before its KV was read: {status}, {blamed:.0f} blamed for what D did not say")
+    assert status == 200, doc
+    assert blamed == 1
+    (other,) = [w for w in p if w["worker_id"] != killed["worker_id"]]
+    assert headers["x-readyplane-prefill"] == other["worker_id"]
+    assert headers["x-readyplane-decode"] == d["worker_id"], "which keeps its good name"
+    await _as_alone(client, other, text, doc)
     status, doc, headers = await client.complete(prompt=words_of(111, CHARACTERS), max_tokens=4)
     assert status == 200, doc
-    assert headers["x-readyplane-prefill"] != source["worker_id"]
+    assert headers["x-readyplane-prefill"] == other["worker_id"]
+
+
+@contextmanager
+def standing_still(processes: list[psutil.Process]) -> Iterator[None]:
+    """They compute nothing and answer nobody until the end, and are none the worse for it."""
+    try:
+        for process in processes:
+            process.suspend()
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 async def _two(
@@ -173,6 +201,17 @@ async def _two(
 
     found: list[dict[str, Any]] = await asyncio.to_thread(system.until, two, within_s=within_s)
     return found
+
+
+async def _computed(
+    client: Client, workers: list[dict[str, Any]], done: dict[str, float]
+) -> dict[str, Any]:
+    """The worker that has answered one more than it had."""
+    while True:
+        for worker in workers:
+            if await client.metric(worker["engine_url"], DONE) > done[worker["worker_id"]]:
+                return worker
+        await asyncio.sleep(0.02)
 
 
 async def _busy(
