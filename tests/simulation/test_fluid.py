@@ -15,6 +15,7 @@ from scipy.stats import kendalltau
 from readyplane.core.errors import InvalidField
 from readyplane.core.worker import Role
 from readyplane_lab.demo import DEMO_POLICY
+from readyplane_lab.proof.measure import _bill
 from readyplane_lab.simulator import faults
 from readyplane_lab.simulator.fluid import FluidOptions, arrivals_of, binned, run_fluid
 from readyplane_lab.simulator.outcome import RunResult
@@ -257,16 +258,20 @@ def test_standbys_serve_and_are_billed_as_by_events() -> None:
     events = run_world(WorldOptions(**options()), azure(90.0)).run()
     fluid = run_fluid(FluidOptions(**options()), azure(90.0))
     assert worker_s(fluid) == pytest.approx(worker_s(events), rel=0.05)
-    served = []
+    served, bills = [], []
     for run in (events, fluid):
         ordered = [w for w in run.lives if w.decision_id]
         (came,) = [w.ready_s for w in ordered if w.ready_s is not None]
         (took,) = [w.took_s for w in ordered if w.took_s is not None]
         assert 0.0 < took < 7.0, "from the word; it had waited for half a minute and more"
         assert len(ordered) == 3, "one for each pool, and one in place of the one that serves"
+        bill = _bill(run.lives, run.span_s)
+        assert bill["standby"] > bill["boot"] > 0.0
+        bills.append(bill)
         served.append(came)
     assert all(40.0 < came < 47.0 for came in served)
     assert served[0] == pytest.approx(served[1], abs=2.5)
+    assert bills[1]["standby"] == pytest.approx(bills[0]["standby"], rel=0.15)
 
 
 def test_a_decode_worker_that_does_not_lend_its_time_keeps_no_promise() -> None:

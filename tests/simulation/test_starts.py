@@ -13,6 +13,7 @@ import pytest
 from readyplane.core.startup import SegmentName, WeightTier
 from readyplane.core.worker import Lease, Role, WorkerOffer
 from readyplane_lab.demo import DEMO_POLICY
+from readyplane_lab.proof.measure import _bill
 from readyplane_lab.simulator.directives import Activate, Flip, StandBy
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
 from readyplane_lab.simulator.router import SimRouter
@@ -180,7 +181,11 @@ def test_a_standby_serves_soon_after_it_is_told_and_is_paid_for_before() -> None
     others = [w for w in result.lives if "standby" not in w.worker_id]
     assert all(w.start_s == w.allocated_s for w in others)
     # It hears of it with its next renewal.
-    assert result.counts["gpu_s.prefill.standby"] == pytest.approx(10.25, abs=0.25)
+    booked_s = result.counts["gpu_s.prefill.standby"]
+    assert booked_s == pytest.approx(10.25, abs=0.25)
+    bill = _bill(result.lives, result.run().span_s)
+    assert bill["standby"] == pytest.approx(booked_s, abs=0.01)
+    assert 0.0 < bill["boot"] < 3.0 * standby[0].gpus, "from the word alone"
 
 
 def test_a_standby_that_loses_its_lease_as_it_is_activated_serves_all_the_same(

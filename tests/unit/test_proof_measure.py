@@ -87,6 +87,24 @@ def test_the_bill_is_cut_to_the_window_and_adds_up() -> None:
     assert found.peak_cost_per_h == 8.0
 
 
+def test_a_standbys_wait_is_no_boot() -> None:
+    """Loaded in 60 s, waits, is told at 900 s and serves at 905 s; another is never told."""
+    told = replace(life(ready_s=905.0, released_s=1000.0), waits=((60.0, 900.0),))
+    spare = replace(life(ready_s=None, released_s=5000.0), waits=((60.0, 5000.0),))
+    late = replace(life(ready_s=910.0), waits=((60.0, 500.0), (505.0, 900.0)))  # told twice
+    for one, boot_s, standby_s, ready_s in (
+        (told, 65.0, 840.0, 95.0),
+        (spare, 60.0, 3540.0, 0.0),
+        (late, 75.0, 835.0, 90.0),
+    ):
+        found = scored(run(one))
+        assert found.boot_gpu_hours == pytest.approx(4 * boot_s / 3600)
+        assert found.standby_gpu_hours == pytest.approx(4 * standby_s / 3600)
+        assert found.ready_gpu_hours == pytest.approx(4 * ready_s / 3600)
+        assert found.never_gpu_hours == 0.0
+        assert found.gpu_hours == pytest.approx(4 * (boot_s + standby_s + ready_s) / 3600)
+
+
 @pytest.mark.parametrize(
     ("end", "expected"),
     [

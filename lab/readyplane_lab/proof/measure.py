@@ -49,8 +49,8 @@ class Scores:
         violation: token-weighted excess over the targets, in tokens (each request capped).
         excess_s: seconds late to the first token, summed over answered requests.
         ttft_p50_s ... tpot_p99_s: of answered requests; None when there were none.
-        gpu_hours: billed in the window; boot, ready, drain: its parts; never: GPU-hours of
-            workers that never served. cost: with prices. peak_cost_per_h: at the dearest moment.
+        gpu_hours: billed in the window; boot, standby, ready, drain: its parts; never: GPU-hours of
+            workers that neither served nor stood by. cost: with prices. peak_cost_per_h: at the dearest moment.
         starts: ordered in the window. wasted: of them, released before serving one T_ready.
         reversals: changes of direction whose legs, before and after, were both too short to pay.
         short_s: seconds with fewer ready workers than needed. effect_s: median length of such a
@@ -72,6 +72,7 @@ class Scores:
     tpot_p99_s: float | None
     gpu_hours: float
     boot_gpu_hours: float
+    standby_gpu_hours: float
     ready_gpu_hours: float
     drain_gpu_hours: float
     never_gpu_hours: float
@@ -125,6 +126,7 @@ def score(run: RunResult, *, slo: Slo, times: Times, hindsight: Hindsight) -> Sc
         tpot_p99_s=tpot[2],
         gpu_hours=sum(bill.values()) / 3600,
         boot_gpu_hours=bill["boot"] / 3600,
+        standby_gpu_hours=bill["standby"] / 3600,
         ready_gpu_hours=bill["ready"] / 3600,
         drain_gpu_hours=bill["drain"] / 3600,
         never_gpu_hours=bill["never"] / 3600,
@@ -219,19 +221,24 @@ def _excess(served: Served, slo: Slo) -> float:
 
 def _bill(lives: Sequence[Life], span_s: float) -> dict[str, float]:
     """GPU-seconds within the window by what the worker was doing."""
-    bill = dict.fromkeys(("boot", "ready", "drain", "never"), 0.0)
+    bill = dict.fromkeys(("boot", "standby", "ready", "drain", "never"), 0.0)
 
     def add(part: str, life: Life, begin_s: float, end_s: float) -> None:
         bill[part] += life.gpus * max(0.0, min(span_s, end_s) - max(0.0, begin_s))
 
     for life in lives:
-        if life.ready_s is None:
-            add("never", life, life.allocated_s, life.released_s)
-            continue
-        drain_s = life.released_s if life.drain_s is None else life.drain_s
-        add("boot", life, life.allocated_s, life.ready_s)
-        add("ready", life, life.ready_s, drain_s)
-        add("drain", life, drain_s, life.released_s)
+        serves_s = life.released_s if life.ready_s is None else life.ready_s
+        began_s = life.allocated_s
+        for stood_s, told_s in life.waits:
+            add("boot", life, began_s, stood_s)
+            add("standby", life, stood_s, told_s)
+            began_s = told_s
+        started = life.ready_s is not None or life.waits
+        add("boot" if started else "never", life, began_s, serves_s)
+        if life.ready_s is not None:
+            drain_s = life.released_s if life.drain_s is None else life.drain_s
+            add("ready", life, life.ready_s, drain_s)
+            add("drain", life, drain_s, life.released_s)
     return bill
 
 

@@ -74,7 +74,11 @@ class Ledger:
 
 
 class Account:
-    """The books of one allocation; seconds on the virtual clock."""
+    """The books of one allocation; seconds on the virtual clock.
+
+    Attributes:
+        waits: from when to when it stood by, however often the ledger was cleared meanwhile.
+    """
 
     def __init__(self, ledger: Ledger, pool: str, gpus: int, clock: Clock) -> None:
         self.pool = pool
@@ -84,11 +88,22 @@ class Account:
         self._seconds = dict.fromkeys(Part, 0.0)
         self._part: Part | None = Part.BOOT
         self._since_s = clock.monotonic_s()
+        self._stood_s: float | None = None
+        self._waited: tuple[tuple[float, float], ...] = ()
 
     def become(self, part: Part) -> None:
         """From now on it is held for something else."""
         self._settle()
+        self._waited, self._stood_s = self.waits, None
+        if part is Part.STANDBY:
+            self._stood_s = self._since_s
         self._part = part
+
+    @property
+    def waits(self) -> tuple[tuple[float, float], ...]:
+        if self._stood_s is None:
+            return self._waited
+        return (*self._waited, (self._stood_s, self._clock.monotonic_s()))
 
     def busy(self, from_s: float, to_s: float) -> None:
         """Its engine held requests all that time, which is over."""
@@ -101,6 +116,7 @@ class Account:
     def close(self) -> None:
         """It was given back."""
         self._settle()
+        self._waited, self._stood_s = self.waits, None
         self._part = None
         self._ledger.close(self)
 

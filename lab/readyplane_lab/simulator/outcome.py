@@ -28,6 +28,7 @@ class Life:
         released_s: end of the bill; the run's end where it lived on.
         tier: where its weights came from. failure: why it ended, empty for a release.
         decision_id: what ordered it, empty for the fleet of the beginning.
+        waits: from when to when it stood by: it has started, and serves nobody.
     """
 
     worker_id: str
@@ -43,6 +44,7 @@ class Life:
     failure: str = ""
     decision_id: str = ""
     start_s: float | None = None
+    waits: tuple[tuple[float, float], ...] = ()
 
     @property
     def took_s(self) -> float | None:

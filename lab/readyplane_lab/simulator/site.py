@@ -61,7 +61,7 @@ class Phase:
     """What an allocation was before it changed its stage; virtual seconds.
 
     Attributes:
-        start_s: when the start that made it ready began.
+        start_s: when the start that made it ready began. waits: from when to when it stood by.
     """
 
     pool: str
@@ -71,3 +71,4 @@ class Phase:
     drain_s: float | None
     released_s: float | None
     tier: WeightTier
+    waits: tuple[tuple[float, float], ...] = ()

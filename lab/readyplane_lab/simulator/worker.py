@@ -167,6 +167,7 @@ class SimWorker:
             self.drain_s,
             self.released_s,
             self.tier,
+            self.account.waits,
         )
 
     @property

@@ -94,6 +94,7 @@ def lives_of(
             failure=worker.failure if number == len(phases) - 1 else "",
             decision_id=worker.order.scale_decision_id,
             start_s=phase.start_s - began_s,
+            waits=tuple((a - began_s, b - began_s) for a, b in phase.waits),
         )
 
 

@@ -355,6 +355,7 @@ SHOWN = {
     "attainment": "attained",
     "gpu_hours": "GPU-h",
     "boot_gpu_hours": "boot",
+    "standby_gpu_hours": "standby",
     "drain_gpu_hours": "drain",
     "never_gpu_hours": "never served",
     "violation": "violation, tokens",
@@ -373,7 +374,7 @@ def _scores(one: Mapping[str, Any]) -> str:
     rows = []
     for name, entry in one["entries"].items():
         scores = chosen_scores(entry)
-        cells = "".join(f"<td>{_number(scores[key])}</td>" for key in SHOWN)
+        cells = "".join(f"<td>{_number(scores.get(key))}</td>" for key in SHOWN)
         rows.append(f"<tr><td>{escape(name)} at {entry['chosen']:g}</td>{cells}</tr>")
     return f'<div class="wide"><table><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
 

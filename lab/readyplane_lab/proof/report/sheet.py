@@ -19,6 +19,7 @@ COLUMNS = (
     "attainment",
     "gpu_hours",
     "boot_gpu_hours",
+    "standby_gpu_hours",
     "ready_gpu_hours",
     "drain_gpu_hours",
     "never_gpu_hours",

@@ -97,6 +97,10 @@ class FluidWorker:
 
     def life(self, end_s: float) -> Life:
         """For the result."""
+        released_s = end_s if self.released_s is None else self.released_s
+        waits: tuple[tuple[float, float], ...] = ()
+        if self.stood_s is not None:
+            waits = ((self.stood_s, released_s if self.start_s is None else self.start_s),)
         return Life(
             worker_id=self.worker_id,
             pool=self.pool,
@@ -106,9 +110,10 @@ class FluidWorker:
             allocated_s=self.allocated_s,
             ready_s=self.ready_s,
             drain_s=self.drain_s,
-            released_s=end_s if self.released_s is None else self.released_s,
+            released_s=released_s,
             tier=str(self.tier),
             failure=self.failure,
             decision_id=self.decision_id,
             start_s=self.allocated_s if self.start_s is None else self.start_s,
+            waits=waits,
         )
