@@ -200,3 +200,28 @@ def test_a_port_is_no_factor_of_compiled_code_and_a_plain_function_is_taken(
     with contextlib.suppress(KeyError):
         del sys.modules["vllm.envs"]
     vllm_compiled.repair()
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_on_a_cpu_log_probabilities_compile_nothing(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool
+) -> None:
+    """On a GPU what vLLM compiles there saves memory that it has counted on."""
+
+    def plain() -> str:
+        return "counted"
+
+    def compiled() -> str:
+        return "counted by compiled code"
+
+    compiled._torchdynamo_orig_callable = plain  # type: ignore[attr-defined]
+    sampler = types.ModuleType("vllm.v1.sample.sampler")
+    platforms = types.ModuleType("vllm.platforms")
+    platforms.current_platform = types.SimpleNamespace(is_cpu=lambda: on_cpu)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.v1.sample.sampler", sampler)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    vllm_compiled.count_plainly()  # a version without it
+    sampler.batched_count_greater_than = compiled  # type: ignore[attr-defined]
+    for _ in range(2):
+        vllm_compiled.count_plainly()
+        assert sampler.batched_count_greater_than is (plain if on_cpu else compiled)

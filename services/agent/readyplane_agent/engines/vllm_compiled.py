@@ -1,6 +1,7 @@
-"""Compiled code that vLLM would not take again although it is the same: two repairs, by name.
+"""Where vLLM compiles what it need not: repairs, each by name and with its reason.
 
-Owns them, each with its reason. Both touch the key or the loading of vLLM's own cache, never what is
+Owns two for code that it would not take again although it is the same, which touch the key and the
+loading of its own cache, and one for code that a CPU does as well without. None changes what is
 computed; the canary of a start is asked all the same.
 """
 
@@ -12,10 +13,11 @@ from typing import Any
 
 # In vLLM's key for compiled code, although code does not depend on it: every worker has another.
 NOT_FACTORS = ("VLLM_NIXL_SIDE_CHANNEL_PORT",)
+COUNTS = "batched_count_greater_than"
 
 
 def repair() -> None:
-    """Both repairs in this process; one whose place is not there is left out. Idempotent."""
+    """What is taken again, in this process; a repair whose place is not there is left out. Idempotent."""
     _leave_out_ports()
     _take_plain_functions()
 
@@ -60,3 +62,21 @@ def _take_plain_functions() -> None:
 
 def _nothing(_config: object) -> None:
     """Nothing is left to load."""
+
+
+def count_plainly() -> None:
+    """On a CPU the rank of a token among its log-probabilities is counted as it is written down.
+
+    vLLM compiles that one comparison when the first request wants log-probabilities, eager or not,
+    and computes nothing else for those many seconds. What it saves is a copy as large as a quarter
+    of the log-probabilities themselves: no matter here, and left alone on a GPU, where that memory
+    is counted. A version that does it otherwise is left as it is: the start asks for it first
+    (`vllm_first`). To be called when vLLM's worker has been made. Idempotent.
+    """
+    sampler = sys.modules.get("vllm.v1.sample.sampler")
+    platform = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
+    if sampler is None or platform is None or not platform.is_cpu():
+        return
+    plain = getattr(vars(sampler).get(COUNTS), "_torchdynamo_orig_callable", None)
+    if plain is not None:
+        setattr(sampler, COUNTS, plain)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from readyplane.kit.clock import SystemClock
+from readyplane_agent.engines.vllm_compiled import count_plainly
 from readyplane_agent.engines.vllm_marks import (
     AS_CONFIGURED,
     FACTS,
@@ -77,6 +78,7 @@ def process_kind() -> str:
 
 
 def _look_at_worker(wrapper: Any) -> None:
+    count_plainly()
     worker = wrapper.worker
     for name, (before, after) in WORKER_STEPS.items():
         _around(type(worker), name, before, after)
