@@ -103,6 +103,10 @@ async def test_outcomes_are_told_once_and_in_order(journal: Journal) -> None:
     assert (await journal.get("m-1"))[1] == [ordered, ready]
     assert await journal.outcomes("m", "ready", limit=5) == [ready]
     assert await journal.outcomes("other", "ready", limit=5) == []
+    assert await journal.outcomes_of(["m-1", "m-9"], ["ready", "x"]) == [ready]
+    assert (
+        await journal.outcomes_of(["m-1"], ["x"]) == await journal.outcomes_of([], ["ready"]) == []
+    )
 
 
 async def test_pruning_keeps_changes_before_samples(journal: Journal) -> None:

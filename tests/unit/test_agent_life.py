@@ -10,21 +10,24 @@ from typing import Any
 import pytest
 
 from readyplane.core import gate_checks as gc
-from readyplane.core.errors import LostLease, StaleEpoch, Unauthenticated
+from readyplane.core.errors import LostLease, StaleEpoch, Unauthenticated, Unavailable
+from readyplane.core.identity import Manifest
 from readyplane.core.kv import KvEvent, KvEventBatch
 from readyplane.core.startup import SegmentName, WeightTier, critical_path
-from readyplane.core.worker import CheckResult
+from readyplane.core.worker import CheckResult, Holds
 from readyplane.ports import Directive, GateVerdict, GroupStatus, RankReport
 from readyplane_agent import draining
 from readyplane_agent import life as life_module
 from readyplane_agent.lifecycle import ExitCode, State
 from tests.unit.agent_twins import (
+    CHUNK,
     Artifact,
     TwinEngine,
     TwinRouter,
     artifact,
 )
 from tests.unit.agent_world import ART, World, begin, living, ready, until
+from tests.unit.staged_twin import StagedTwin
 
 
 @pytest.fixture(autouse=True)
@@ -214,6 +217,37 @@ async def test_a_failed_start_says_why_and_leaves_nothing(
         assert not w.settings.work_dir.exists()
         told = [s for s in w.registry.announced if s.startswith("peer:")]
         assert w.registry.withdrawn == told  # from its first chunk on it was a source
+
+
+@pytest.mark.parametrize("more", [{}, {"standby": True, "holds": Holds.PROCESS}])
+async def test_no_room_for_a_chunk_is_a_wrong_setting_and_known_before_anything_begins(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """Also of who waits with a process only: it could not load when it is told to serve."""
+    async with living(tmp_path, staging_bytes=CHUNK - 1, **more) as w:
+        w.engine = StagedTwin()
+        w.life = w._life("w1-abc")
+        assert await asyncio.wait_for(begin(w), 10) is ExitCode.USAGE
+        why = w.life.trace.failure
+        assert f"--staging-bytes: {CHUNK - 1} " in why and f"{CHUNK} bytes" in why
+        told = w.router.renewals[-1].progress
+        assert told is not None and told.failure == why, "the router knows it too"
+        assert w.life.started.arena is None and w.registry.plans == 0
+        assert w.engine.bare is None and w.engine.spec is None
+
+
+async def test_a_process_stands_by_while_the_registry_is_away(tmp_path: Path) -> None:
+    async with living(tmp_path, standby=True, holds=Holds.PROCESS) as w:
+        w.engine = StagedTwin()
+        w.life = w._life("w1-abc")
+
+        async def away(digest: str) -> Manifest:
+            raise Unavailable("the registry is away", "wait")
+
+        w.registry.get_manifest = away  # type: ignore[method-assign]
+        running = begin(w)
+        await until(lambda: w.life.state is State.BARE or running.done())
+        assert w.life.state is State.BARE, w.life.trace.failure
 
 
 async def test_wrong_bytes_are_never_ready(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from readyplane.core.errors import NotFound, ReadyplaneError, Unavailable
 from readyplane_agent.__main__ import NAME_S_MAX, with_digest
-from readyplane_agent.settings import AgentSettings, parse
+from readyplane_agent.settings import AgentSettings, WrongSetting, parse
 
 DIGEST = "sha256:" + "b" * 64
+CHUNK_BYTES = 4 * 2**20
 
 
 class Hours:
@@ -42,7 +43,7 @@ class Names:
             raise self._first.pop(0)
         if reference not in {"demo", "demo:latest"}:
             raise NotFound("artifact", reference, "publish it")
-        return SimpleNamespace(digest=DIGEST)
+        return SimpleNamespace(digest=DIGEST, chunk_bytes=CHUNK_BYTES, size_bytes=10**9)
 
 
 def settings(*more: str) -> AgentSettings:
@@ -75,3 +76,20 @@ async def test_a_name_that_means_nothing_ends_the_start_at_once() -> None:
     with pytest.raises(NotFound, match="nonsense"):
         await with_digest(settings("--manifest=nonsense"), Names(), clock)  # type: ignore[arg-type]
     assert clock.now_s == 50.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--staging-bytes=2097152",), r"--staging-bytes: 2097152 .*artifact, 4194304 bytes"),
+        (
+            ("--staging-node-bytes=8388608", "--node-processes=4"),
+            r"--staging-node-bytes: 8388608 .*4 processes .* artifact 16777216 bytes",
+        ),
+    ],
+)
+async def test_no_room_for_a_chunk_is_known_before_a_lease_is_asked_for(
+    flags: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(WrongSetting, match=told):
+        await with_digest(settings(*flags), Names(), Hours())  # type: ignore[arg-type]

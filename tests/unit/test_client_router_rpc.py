@@ -216,11 +216,11 @@ async def test_every_answer_that_has_come_is_read_and_the_newest_counts(router: 
                 late = await client.renew(quiet)
                 if number > 2:
                     assert late.heard and late.directives[0].deadline_s == number - 1
-                    assert 0.05 <= late.age_s < 1.0
-                await asyncio.sleep(0.1)
+                    assert 0.05 <= late.age_s < 5.0
+                await asyncio.sleep(0.3)
             for _ in range(8):  # in one go: more than one lies there
                 await client.renew(quiet)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
             newest = await client.renew(quiet)
             assert newest.directives[0].deadline_s == 15.0
             assert router.sessions == 1

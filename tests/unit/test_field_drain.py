@@ -268,7 +268,7 @@ async def test_b65_sigterm_ends_in_an_order_that_harms_nobody(
         asked_s = asyncio.get_running_loop().time()
         w.life.signalled(signal.SIGTERM)
         await until(lambda: "router told" in order)
-        assert asyncio.get_running_loop().time() - asked_s < 1.0
+        assert asyncio.get_running_loop().time() - asked_s < 5.0
         for _ in range(3):
             w.life.signalled(signal.SIGTERM)
         await asyncio.sleep(0.3)

@@ -34,7 +34,9 @@ class Fake:
     context: int | None = 1024
     running_usage: bool = True
     tokens_a_chunk: int = 1
-    cached: bool = True
+    first_s: float = 0.0
+    """Before the token of a request that asks for one: a prompt takes so long each time."""
+
     status: int = 200
     breaks_after: int | None = None
     tells_more: bool = False
@@ -67,6 +69,7 @@ class Fake:
         await response.prepare(request)
         isl, done = len(body["prompt"]), 0
         usage: dict[str, Any] = {"prompt_tokens": isl, "total_tokens": isl}
+        await asyncio.sleep(self.first_s if body["max_tokens"] == 1 else 0.0)
         try:
             while done < body["max_tokens"]:
                 await asyncio.sleep(0.001)
@@ -114,7 +117,7 @@ async def run(fake: Fake, **asked: Any) -> Measured:
 
 
 async def test_an_sglang_endpoint_is_measured_from_end_to_end() -> None:
-    fake = Fake()
+    fake = Fake(first_s=0.15)
     found = await run(fake, token="secret")
     assert (found.facts.engine, found.kv_tokens, found.facts.model) == ("sglang", 80_000, "m")
     assert set(fake.tokens) == {"Bearer secret"}

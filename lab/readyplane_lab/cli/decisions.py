@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from readyplane.core.errors import InvalidField, NotFound
+from readyplane.core.errors import InvalidField, NotFound, Unavailable
 from readyplane_lab.cli import output
+from readyplane_lab.cli.faults import note
 from readyplane_lab.cli.flags import Json, examples, switch
 from readyplane_lab.cli.where import PlannerAddress, Where, find, planner_of, run
 
@@ -33,6 +34,9 @@ LIMIT_MAX = 10_000
 SEARCHED_MAX = 2_000
 BAR_WIDTH = 40
 WHY_MAX = 66
+UNDONE_MAX = 3
+SHUT = ("denied", "dead_end")
+"""Codes of reasons for which something is not ordered."""
 
 
 def decisions(
@@ -44,26 +48,40 @@ def decisions(
     json: Json = False,
     planner: PlannerAddress = "",
 ) -> None:
-    """List the planner's decisions, newest first."""
+    """List the planner's decisions, newest first.
+
+    Below a decision stands what came to nothing: orders that were refused, starts that failed, and
+    why.
+    What is not ordered any more, or not now, because it was refused or failed for good, stands below
+    the table with the way out.
+    """
     if not 1 <= limit <= LIMIT_MAX:
         raise InvalidField("--limit", limit, f"give 1 to {LIMIT_MAX}")
     where = find("planner", planner=planner)
-    found = run(_list(where, model, limit, changes_only=not everything))
+    found, shut = run(_list(where, model, limit, changes_only=not everything))
     if json:
-        output.emit({"decisions": found})
+        output.emit({"decisions": found, "not_ordered": shut})
         return
-    output.console().print(decisions_table(found))
+    output.console().print(decisions_table(found, shut))
 
 
 async def _list(
     where: Where, model: str, limit: int, *, changes_only: bool
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[str] | None]:
+    """Decisions, and what is not ordered now and why; None where the planner has not looked yet."""
     async with planner_of(where) as planner:
-        return await planner.list_decisions(model=model, limit=limit, changes_only=changes_only)
+        found = await planner.list_decisions(model=model, limit=limit, changes_only=changes_only)
+        try:
+            state = await planner.state(model)
+        except Unavailable as error:
+            note(f"what is not ordered now is not shown: {error}")
+            return found, None
+    held = state.get("held", ())
+    return found, [f"{h['pool']}: {h['text']}" for h in held if h["code"] in SHUT]
 
 
-def decisions_table(found: Sequence[Mapping[str, Any]]) -> Table:
-    """Decisions for a person."""
+def decisions_table(found: Sequence[Mapping[str, Any]], shut: Sequence[str] | None = None) -> Table:
+    """Decisions for a person; `shut`: what is not ordered now, and why."""
     from rich.markup import escape
 
     made = output.table("decision", "at", "what and why", fixed=("decision", "at"))
@@ -75,10 +93,30 @@ def decisions_table(found: Sequence[Mapping[str, Any]]) -> Table:
             output.cell(decision["decision_id"]),
             output.moment(decision.get("at_s")),
             (f"[bold]{what}[/bold]" if changed else what)
-            + (f"\n[dim]{escape(why)}[/dim]" if changed and why else ""),
+            + (f"\n[dim]{escape(why)}[/dim]" if changed and why else "")
+            + "".join(f"\n[red]{escape(text)}[/red]" for text in undone_lines(decision)),
         )
-    made.caption = None if found else "no decisions yet (--all shows those that changed nothing)"
+    none = "no decisions yet (--all shows those that changed nothing)"
+    below = [*([] if found else [none]), *(f"[red]{escape(text)}[/red]" for text in shut or ())]
+    made.caption = "\n".join(below) or None
     return made
+
+
+def undone_lines(decision: Mapping[str, Any]) -> list[str]:
+    """What came to nothing of it, one line for each reason, the first UNDONE_MAX of them."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for row in decision.get("undone") or ():
+        what = str(row["kind"]).replace("_failed", " refused")
+        alike.setdefault((what, row["why"]), []).append(row["worker_id"])
+    lines = [
+        f"{whom[0]}{f' and {len(whom) - 1} more' if len(whom) > 1 else ''} {what}: {why}".lstrip()
+        for (what, why), whom in alike.items()
+    ]
+    more = len(lines) - UNDONE_MAX
+    if more > 0:
+        told = f"{more} more reasons: readyplane explain {decision['decision_id']}"
+        lines = [*lines[:UNDONE_MAX], told]
+    return lines
 
 
 def _why(decision: Mapping[str, Any]) -> str:

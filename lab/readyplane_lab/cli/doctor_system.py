@@ -159,9 +159,7 @@ async def _planner(where: Where) -> AsyncIterator[Finding]:
     if state.get("paused"):
         remedy = "let go with `readyplane policy set paused=false`"
         yield Finding(AREA, "planner", "warn", "paused: targets are held", remedy)
-    for finding in _dead_ends(state):
-        yield finding
-    for finding in _workers(state):
+    for finding in (*_dead_ends(state), *_denied(state), *_workers(state)):
         yield finding
 
 
@@ -210,6 +208,30 @@ def _dead_ends(state: dict[str, Any]) -> list[Finding]:
         for name, pool in state["pools"].items()
         for found in pool.get("dead_ends", ())
     ]
+
+
+def _denied(state: dict[str, Any]) -> list[Finding]:
+    """Classes of which the actuator takes no order; a failure where workers are missing for it."""
+    found = []
+    for name, pool in state["pools"].items():
+        short = pool["provisioned"] < pool["desired"] and not state.get("advisory")
+        for denied in pool.get("denied", ()):
+            missing = f"; {pool['provisioned']} of {pool['desired']} workers are there" * short
+            again = f"it is asked for again in {denied['again_in_s']:.0f} s by itself"
+            remedy = f"do what the refusal says; {again}"
+            if state.get("advisory"):
+                remedy = "this planner only advises: start the workers by hand"
+            found.append(
+                Finding(
+                    AREA,
+                    f"orders of {name} workers",
+                    "fail" if short else "warn",
+                    f"{denied['worker_class']} was refused {denied['times']} times, last "
+                    f"{denied['ago_s']:.0f} s ago: {denied['why']}{missing}",
+                    remedy,
+                )
+            )
+    return found
 
 
 def _pools(state: dict[str, Any]) -> str:

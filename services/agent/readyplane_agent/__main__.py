@@ -30,7 +30,8 @@ from readyplane_agent.engines.choice import engine_for
 from readyplane_agent.folder import work_folder
 from readyplane_agent.life import Life
 from readyplane_agent.lifecycle import ExitCode
-from readyplane_agent.settings import AgentSettings, parse
+from readyplane_agent.loading import staging_of
+from readyplane_agent.settings import AgentSettings, WrongSetting, parse
 from readyplane_agent.spans import export_start
 from readyplane_agent.trace import StartTrace, process_start_s
 from readyplane_agent.vouching import check_trust_file
@@ -103,7 +104,8 @@ async def _live(settings: AgentSettings, trace: StartTrace) -> int:
                     settings = await with_digest(settings, registry, clock)
         except ReadyplaneError as error:
             print(f"readyplane_agent: {error}", file=sys.stderr)
-            return ExitCode.START_FAILED
+            misset = isinstance(error, WrongSetting)
+            return ExitCode.USAGE if misset else ExitCode.START_FAILED
         life = Life(
             settings,
             incarnation=incarnation,
@@ -138,7 +140,7 @@ async def with_digest(
 
     Raises:
         NotFound, IdentityMismatch: the name means nothing, or several things. Unavailable: the
-            registry stayed away for NAME_S_MAX.
+            registry stayed away for NAME_S_MAX. WrongSetting: no room for a chunk of what it means.
     """
     assert registry is not None, "settings.parse asks for its address"
     until_s, pause_s = clock.monotonic_s() + NAME_S_MAX, 0.5
@@ -151,6 +153,7 @@ async def with_digest(
             await clock.sleep(pause_s)
             pause_s = min(5.0, pause_s * 2)
         else:
+            staging_of(settings, found)
             return replace(settings, manifest=found.digest)
 
 

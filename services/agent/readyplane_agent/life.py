@@ -46,7 +46,7 @@ from readyplane_agent.loop import News, Session
 from readyplane_agent.mapped_watch import MappedWatch
 from readyplane_agent.metrics import source_metrics, start_metrics, start_text
 from readyplane_agent.ranks import blamed
-from readyplane_agent.settings import AgentSettings
+from readyplane_agent.settings import AgentSettings, WrongSetting
 from readyplane_agent.starting import Start, Started
 from readyplane_agent.trace import StartTrace, within
 from readyplane_agent.transfer import HAND_OVER_LIMIT_S, TransferServer
@@ -114,7 +114,7 @@ class Life:
         self.ready_s: float | None = None
         self.up_s: float | None = None  # the start is over: it serves, or stands by
         self._wake = asyncio.Event()
-        self._told_ready = False
+        self._told_ready = self._misset = False
         self._end: asyncio.Future[End] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._rejoining: asyncio.Task[None] | None = None
@@ -210,6 +210,7 @@ class Life:
             end = End(Event.FENCED_OFF, str(error))
         except (ReadyplaneError, OSError) as error:
             self.trace.dead_end = dead_end(error)
+            self._misset = isinstance(error, WrongSetting)
             why = await explained(error, self.engine, self._clock)
             end = End(Event.START_FAILED, self._mapped.explained(why))
         except asyncio.CancelledError:
@@ -231,7 +232,7 @@ class Life:
         self.background(self._watch_engine())
         self.background(self.giving.keep())
         self.background(self._mapped.keep())
-        self._start.check()
+        await self._start.check()
         if self._waiting.bare:
             await self._wait_bare()
         await within(self._start.run(), limit_s=self.settings.start_limit_s, trace=self.trace)
@@ -314,6 +315,8 @@ class Life:
     def _exit_code(self) -> ExitCode:
         if self.state is State.FENCED:
             return ExitCode.FENCED
+        if self.state is State.FAILED and self._misset:
+            return ExitCode.USAGE
         if self.state is State.FAILED:
             return ExitCode.START_FAILED if self.ready_s is None else ExitCode.ENGINE_DIED
         return ExitCode.LEFT

@@ -11,7 +11,7 @@ import json
 import logging
 from pathlib import Path
 
-from readyplane.core.errors import IdentityMismatch, InvalidField, Refused
+from readyplane.core.errors import IdentityMismatch, InvalidField, Refused, Unavailable
 from readyplane.core.identity import CANARY_REMEDY, Manifest
 from readyplane.kit.clock import Clock
 from readyplane.ports import FetchPlan, Registry
@@ -69,11 +69,28 @@ class Loading:
         Raises:
             IdentityMismatch: the registry has something else under that digest, or of another model.
             Refused: it has no known answer, so no worker of it is ever admitted; said before a byte
-            is loaded.
+            is loaded. WrongSetting: there is no room for its chunks.
         """
+        return self._fitting(await self._patient(self._asked))
+
+    async def look_ahead(self) -> None:
+        """Whether this agent can serve what was ordered, told while it loads nothing yet.
+
+        A registry that is away says so when the start begins. Raises as `manifest`.
+        """
+        try:
+            self._fitting(await self._asked())
+        except (Unavailable, TimeoutError) as error:
+            log.info("what was ordered is looked at when it is loaded: %s", error)
+
+    async def _asked(self) -> Manifest:
         if not self._s.manifest:
-            return _answered(await self._patient(lambda: self.registry.resolve(self._s.model)))
-        found = await self._patient(lambda: self.registry.get_manifest(self._s.manifest))
+            return await self.registry.resolve(self._s.model)
+        return await self.registry.get_manifest(self._s.manifest)
+
+    def _fitting(self, found: Manifest) -> Manifest:
+        if not self._s.manifest:
+            return _loadable(found, self._s)
         if found.digest != self._s.manifest:
             raise IdentityMismatch(
                 "manifest",
@@ -84,7 +101,7 @@ class Loading:
             raise IdentityMismatch(
                 "manifest", [f"model: {found.model} != {self._s.model}"], "order the right artifact"
             )
-        return _answered(found)
+        return _loadable(found, self._s)
 
     async def vouched(self, manifest: Manifest) -> str:
         """Who vouches for it. Raises Refused when nobody does who has to."""
@@ -120,12 +137,7 @@ class Loading:
             reader=Reader(self._s.worker_id, self._incarnation, self._s.node),
             trace=trace,
             cache=self._cache,
-            staging_bytes=staging_share(
-                self._s.staging_bytes,
-                node_bytes=self._s.staging_node_bytes,
-                node_processes=self._s.node_processes,
-                chunk_bytes=min(manifest.chunk_bytes, manifest.size_bytes),
-            ),
+            staging_bytes=staging_of(self._s, manifest),
             connections=self._s.read_connections,
             limit_s=self._s.fetch_limit_s,
             token=self._s.token,
@@ -179,9 +191,24 @@ class Loading:
             )
 
 
-def _answered(manifest: Manifest) -> Manifest:
+def staging_of(s: AgentSettings, manifest: Manifest) -> int:
+    """Bytes that this agent may have read of an artifact and not verified yet.
+
+    Raises:
+        WrongSetting: no room for one chunk of it.
+    """
+    return staging_share(
+        s.staging_bytes,
+        node_bytes=s.staging_node_bytes,
+        node_processes=s.node_processes,
+        chunk_bytes=min(manifest.chunk_bytes, manifest.size_bytes),
+    )
+
+
+def _loadable(manifest: Manifest, s: AgentSettings) -> Manifest:
     if manifest.canary is None:
         raise Refused(CANARY, [f"{manifest.digest} has no known answer"], CANARY_REMEDY)
+    staging_of(s, manifest)
     return manifest
 
 

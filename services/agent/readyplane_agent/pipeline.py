@@ -22,6 +22,7 @@ from readyplane_agent.arena import Arena
 from readyplane_agent.cache import WeightCache
 from readyplane_agent.files import FileReader
 from readyplane_agent.ranges import Fault, RangeReader
+from readyplane_agent.settings import WrongSetting
 from readyplane_agent.source_use import SourceUse
 
 STALL_S = 120.0
@@ -82,17 +83,20 @@ def staging_share(
 
     Args:
         staging_bytes: what one may have at most. node_bytes: what all may have together.
-        node_processes: how many load at once: workers or ranks.
+        node_processes: how many load at once: workers or ranks. chunk_bytes: of the artifact.
 
     Raises:
-        InvalidField: a share has no room for one chunk.
+        WrongSetting: a share has no room for one chunk.
     """
     share = node_bytes // node_processes
+    if staging_bytes < chunk_bytes:
+        remedy = f"give at least one chunk of this artifact, {chunk_bytes} bytes"
+        raise WrongSetting("--staging-bytes", staging_bytes, remedy)
     if share < chunk_bytes:
-        raise InvalidField(
+        raise WrongSetting(
             "--staging-node-bytes",
             node_bytes,
-            f"give {node_processes} processes at least one chunk each, "
+            f"give {node_processes} processes at least one chunk each, for this artifact "
             f"{node_processes * chunk_bytes} bytes",
         )
     return min(staging_bytes, share)

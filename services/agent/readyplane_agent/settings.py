@@ -20,6 +20,12 @@ from readyplane.core.worker import Holds, Role
 from readyplane_agent.engines.ranks import TP_MAX
 
 ORDERED_AT = "READYPLANE_ORDERED_AT_MONOTONIC_S"
+
+
+class WrongSetting(InvalidField):
+    """A setting that only the ordered artifact shows to be wrong: the agent ends as for any other."""
+
+
 WISHES = ("tcp", "nixl", "auto")
 ENGINES = ("modelled", "vllm", "sglang", "attached")
 

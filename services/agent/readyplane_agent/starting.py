@@ -175,14 +175,18 @@ class Start:
             keeping = reuse.keep(self._engine, manifest, compiled=whole)
             self._started.tasks.append(asyncio.create_task(keeping))
 
-    def check(self) -> None:
-        """Whether the engine can be started as ordered, before anything is loaded.
+    async def check(self) -> None:
+        """Whether it can be started as ordered, before anything is loaded.
 
         Raises:
-            NotOffered: it cannot wait so. The trace shows that it ended before the engine's start.
+            NotOffered: the engine cannot wait so. WrongSetting, IdentityMismatch, Refused: who waits
+            with a process only could not load when it is told to. The trace shows that it ended
+            before the engine's start.
         """
         try:
             self.waiting.check()
+            if self.waiting.bare:
+                await self._loading.look_ahead()
         except ReadyplaneError:
             self._trace.add(SegmentName.RUNTIME_IMPORT, self._clock.monotonic_s())
             raise

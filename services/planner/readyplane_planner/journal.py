@@ -7,7 +7,7 @@ same port. What came of a decision is attached to it as outcomes, never written 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ ID_MAX = 128
 LIST_MAX = 10_000
 OUTCOMES_MAX = 2000
 """Outcomes of one decision that are given back at most."""
+LISTED_MAX = 20_000
+"""Outcomes of a list of decisions that are given back at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,12 @@ class Journal(Protocol):
 
     async def outcomes(self, model: str, kind: str, *, limit: int) -> list[Outcome]:
         """The newest outcomes of one kind, newest first."""
+        ...
+
+    async def outcomes_of(
+        self, decision_ids: Collection[str], kinds: Collection[str]
+    ) -> list[Outcome]:
+        """Outcomes of some kinds of these decisions, oldest first, LISTED_MAX at most."""
         ...
 
     async def prune(self, model: str, *, keep: int, older_than_s: float) -> int:
@@ -216,6 +224,14 @@ class MemoryJournal:
             and record.model == model
         ]
         return found[:limit]
+
+    async def outcomes_of(
+        self, decision_ids: Collection[str], kinds: Collection[str]
+    ) -> list[Outcome]:
+        """See Journal."""
+        wanted, asked = set(decision_ids), set(kinds)
+        found = [o for o in self._told if o.kind in asked and o.decision_id in wanted]
+        return found[:LISTED_MAX]
 
     async def prune(self, model: str, *, keep: int, older_than_s: float) -> int:
         """See Journal."""

@@ -7,7 +7,7 @@ version, the leader's number comes from a sequence.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import Row, text
@@ -18,6 +18,7 @@ from readyplane.kit.clock import utc
 from readyplane.kit.database import database_errors
 from readyplane_planner.journal import (
     LIST_MAX,
+    LISTED_MAX,
     OUTCOMES_MAX,
     Outcome,
     Record,
@@ -64,6 +65,10 @@ OUTCOMES_OF = text(
 OUTCOMES_BY_KIND = text(
     f"SELECT {OUTCOME} FROM decision_outcomes WHERE model = :model AND kind = :kind"
     " ORDER BY sequence DESC LIMIT :limit"
+)
+OUTCOMES_OF_SEVERAL = text(
+    f"SELECT {OUTCOME} FROM decision_outcomes WHERE decision_id = ANY(CAST(:ids AS text[]))"
+    " AND kind = ANY(CAST(:kinds AS text[])) ORDER BY sequence LIMIT :limit"
 )
 PRUNE = text(
     "WITH ranked AS (SELECT decision_id, create_time,"
@@ -167,6 +172,17 @@ class PostgresJournal:
     async def outcomes(self, model: str, kind: str, *, limit: int) -> list[Outcome]:
         """See Journal."""
         rows = await self._rows(OUTCOMES_BY_KIND, model=model, kind=kind, limit=limit)
+        return [_outcome(row) for row in rows]
+
+    async def outcomes_of(
+        self, decision_ids: Collection[str], kinds: Collection[str]
+    ) -> list[Outcome]:
+        """See Journal."""
+        if not decision_ids:
+            return []
+        rows = await self._rows(
+            OUTCOMES_OF_SEVERAL, ids=list(decision_ids), kinds=list(kinds), limit=LISTED_MAX
+        )
         return [_outcome(row) for row in rows]
 
     async def prune(self, model: str, *, keep: int, older_than_s: float) -> int:

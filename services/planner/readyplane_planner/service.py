@@ -47,6 +47,7 @@ from readyplane_planner.starts import StartBook, t_ready
 from readyplane_planner.state import History, LastHeard, Seen, state_document, state_pools
 from readyplane_planner.takeover import Succession
 from readyplane_planner.thinking import ask, think
+from readyplane_planner.undone import ASKED, undone
 from readyplane_planner.upgrades import Upgrades
 from readyplane_planner.upkeep import Upkeep
 from readyplane_planner.worktime import WorkerSeconds
@@ -436,6 +437,8 @@ class PlannerService:
             paused=self._policy.paused,
             degraded=self._degraded or self._resolve_error,
             silent=self._heard.of(self._current, observation.allocations),
+            denied=self._memory.denied,
+            advisory=bool(self._hand.advice),
         )
 
     def _show(self, seen: Seen, *, leading: bool) -> None:
@@ -484,12 +487,17 @@ class PlannerService:
     async def list_decisions(
         self, *, model: str = "", limit: int = 50, changes_only: bool = False, before: int = 0
     ) -> list[dict[str, Any]]:
-        """See the port. `before`: a `sequence` to go on from."""
+        """See the port. `before`: a `sequence` to go on from; `undone` is what came to nothing."""
         self._in_force.check(model)
         records = await self._journal.newest(
             self._policy.model, limit=max(1, limit), changes_only=changes_only, before=before
         )
-        return [{**record.document, "sequence": record.sequence} for record in records]
+        told = await self._journal.outcomes_of([r.decision_id for r in records], ASKED)
+        found = undone(told)
+        return [
+            {**r.document, "sequence": r.sequence, "undone": found.get(r.decision_id, [])}
+            for r in records
+        ]
 
     async def explain(self, decision_id: str) -> dict[str, Any]:
         """See the port."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from readyplane.core.worker import Role, Worker, WorkerState
 from readyplane_planner.decide import POOLS, ROLE_OF, Decision, Plan, PoolDecision
+from readyplane_planner.decide.values import Denied
 from readyplane_planner.signals import Allocation, Latency, Observation, RouterSample
 from readyplane_planner.starts import start_document
 
@@ -35,6 +36,7 @@ HELD = frozenset(
 class Seen:
     """What one tick knows. `paused`: by the policy; a plan also holds while another planner leads.
 
+    `denied`: classes whose orders are refused. `advisory`: nothing is ordered at all, on purpose.
     `silent`: workers that the router knows no more though the actuator holds them, as last heard of.
     """
 
@@ -47,6 +49,8 @@ class Seen:
     paused: bool = False
     degraded: str = ""
     silent: tuple[Worker, ...] = ()
+    denied: tuple[Denied, ...] = ()
+    advisory: bool = False
 
 
 class LastHeard:
@@ -114,6 +118,7 @@ def state_document(
         "now_s": seen.wall_s,
         "model": plan.model,
         "paused": seen.paused,
+        "advisory": seen.advisory,
         "policy_version": plan.version,
         "slo": {"ttft_s": plan.ttft_s, "tpot_s": plan.tpot_s},
         "degraded": seen.degraded or decision.degraded,
@@ -195,6 +200,17 @@ def _pool(name: str, seen: Seen, pool: PoolDecision, workers: Sequence[Worker]) 
                 "standby": d.standby,
             }
             for d in seen.decision.dead_ends
+            if d.pool == name
+        ],
+        "denied": [
+            {
+                "worker_class": d.worker_class,
+                "times": d.count,
+                "why": d.why,
+                "ago_s": max(0.0, seen.decision.at_s - d.at_s),
+                "again_in_s": max(0.0, d.retry_s - seen.decision.at_s),
+            }
+            for d in seen.denied
             if d.pool == name
         ],
     }
