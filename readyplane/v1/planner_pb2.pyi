@@ -117,7 +117,7 @@ class DecisionSummary(google.protobuf.message.Message):
     model: builtins.str
     summary: builtins.str
     decision_json: builtins.str
-    """The journal record without its inputs."""
+    """The journal record without its inputs, and in `undone` what of it was refused or failed."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     def __init__(
