@@ -89,6 +89,17 @@ def nfc(text: str) -> str:
     return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
+def control_in(name: str) -> str:
+    """The first character of a name that breaks the line it stands in, as `U+000A`; empty: none does.
+
+    Control characters and line separators: whoever lists names would show another name, or two.
+    """
+    if name.isprintable():
+        return ""
+    found = (c for c in name if unicodedata.category(c) in {"Cc", "Zl", "Zp"})
+    return next((f"U+{ord(c):04X}" for c in found), "")
+
+
 def parse(data: bytes | str, *, where: str = "document") -> Any:
     """Parse JSON strictly: duplicate keys, NaN and infinities are refused, integers stay exact.
 

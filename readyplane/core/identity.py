@@ -20,6 +20,7 @@ import xxhash
 from readyplane.core.canonical import (
     canonical,
     check_digest,
+    control_in,
     digest_of,
     digest_of_bytes,
     nfc,
@@ -347,6 +348,8 @@ def _read_file(item: object, where: str, chunk_bytes: int) -> FileEntry:
         raise InvalidField(
             f"{where}.path", path, "use a relative POSIX path without empty, '.' or '..' parts"
         )
+    if control := control_in(path):
+        raise InvalidField(f"{where}.path", path, f"leave the character {control} out")
     size = _whole(doc.get("size_bytes"), f"{where}.size_bytes", 0, 2**50)
     chunks = _list(doc.get("chunks"), f"{where}.chunks")
     wanted = -(-size // chunk_bytes)

@@ -308,7 +308,20 @@ def test_a_broken_manifest_names_its_field(
     assert caught.value.remedy
 
 
-PATHS = ["/etc/passwd", "../x", "a/../b", "a//b", "a/./b", "", ".", "a\\b", "a\0b", "a/"]
+PATHS = [
+    "/etc/passwd",
+    "../x",
+    "a/../b",
+    "a//b",
+    "a/./b",
+    "",
+    ".",
+    "a\\b",
+    "a\0b",
+    "a/",
+    "a\nb",
+    "a\x7f",
+]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -51,6 +51,15 @@ def not_utf8(folder: Path) -> None:
     Path(str(folder) + "/bad\udcff.txt").write_text("x")
 
 
+def control(name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+
+    return spoil
+
+
 def two_forms(folder: Path) -> None:
     for form in ("NFC", "NFD"):
         (folder / unicodedata.normalize(form, "é.txt")).write_text(form)
@@ -74,6 +83,10 @@ def tensor_name(name: str) -> Callable[[Path], None]:
         (pointer, "z.safetensors: 'a git-lfs pointer"),
         (page, "z.safetensors: 'an HTML page"),
         (not_utf8, "bad\\udcff.txt"),
+        (control("two\nlines.txt"), r"two\nlines.txt: 'two\nlines.txt' is not valid; rename it"),
+        (control("back\x1b[2J.txt"), "rename it: leave the character U+001B out"),
+        (control("next\x85.txt"), "U+0085"),
+        (control("li\u2028ne/é.txt"), "li\\u2028ne/é.txt: 'li\\u2028ne/é.txt'"),
         (two_forms, "Unicode form"),
         (tensor_name("a\0b"), "z.safetensors: tensor 'a\\x00b'"),
         (tensor_name("a\ud800"), "z.safetensors: tensor 'a\\ud800'"),
@@ -88,6 +101,7 @@ def test_b117_what_a_broken_download_left_is_refused_and_named(
         build_manifest(folder, model="m")
     assert told in str(caught.value)
     str(caught.value).encode()
+    assert str(caught.value).isprintable(), "on one line, as it is"
 
 
 @pytest.mark.parametrize("counts", ["tensors", "files"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from readyplane.core.canonical import nfc
+from readyplane.core.canonical import control_in, nfc
 from readyplane.core.errors import IdentityMismatch, InvalidField
 from readyplane.core.identity import FileEntry, TensorEntry, parse
 from readyplane_registry.kinds import MODEL_TOKENS_MAX, whole
@@ -184,6 +184,9 @@ def _name_of(path: Path, directory: Path, written: dict[str, str]) -> str:
         shown = _shown(str(path))
         raise InvalidField(shown, os.fsencode(path.name), "rename it: use UTF-8") from error
     name = nfc(on_disk)
+    if control := control_in(name):
+        remedy = f"rename it: leave the character {control} out"
+        raise InvalidField(_shown(str(path)), on_disk, remedy)
     other = written.setdefault(name, on_disk)
     if other != on_disk:
         remedy = f"rename one: {other!a} is the same name in another Unicode form"
@@ -192,8 +195,9 @@ def _name_of(path: Path, directory: Path, written: dict[str, str]) -> str:
 
 
 def _shown(name: str) -> str:
-    """A file name as text that can be written anywhere."""
-    return name.encode("utf-8", "backslashreplace").decode()
+    """A file name as text that can be written anywhere, on one line."""
+    whole = name.encode("utf-8", "backslashreplace").decode()
+    return "".join(ascii(c)[1:-1] if control_in(c) else c for c in whole)
 
 
 def _walk(directory: Path, skipped: list[str], *, follow_links: bool) -> list[Path]:
