@@ -12,6 +12,9 @@ from collections.abc import Mapping
 MODEL = "demo"
 MODEL_TAG = "demo:latest"
 WORKER_CLASS = "h200-slow10"
+MODEL_MB = 300
+MODEL_MB_MIN, MODEL_MB_MAX = 13, 4000
+"""Of the demo model's weights: each of its shards has a layer, beside embedding and head."""
 
 DEMO_POLICY: Mapping[str, object] = {
     "model": MODEL,

@@ -103,7 +103,7 @@ def cli(
         (("artifact", "publish", "x", "--demo"), 2, "give a folder, or --demo"),
         (("artifact", "publish", "x"), 2, "--model"),
         (("artifact", "publish", "x", "--model", "m", "--tp", "0"), 2, "--tp"),
-        (("artifact", "publish", "--demo", "--model-mb", "1"), 2, "--model-mb"),
+        (("artifact", "publish", "--demo", "--model-mb", "8"), 2, "give 13 to 4000"),
         (("artifact", "tag", "t", "--force"), 2, "REF"),
         (("artifact", "list", "--registry-http", "x"), 2, "No such option"),
         (("artifact", "verify", "x", "--registry-http", "ftp://x"), 2, "http://HOST:PORT"),

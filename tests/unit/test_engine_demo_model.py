@@ -30,6 +30,19 @@ def manifest_of(folder: Path, **options: int) -> tuple[Manifest, int]:
     return manifest, demo.fingerprint
 
 
+@pytest.mark.parametrize("size_mb", [13.0, 14.0, 16.5, 41.0])
+def test_the_weights_are_as_large_as_was_asked_for(tmp_path: Path, size_mb: float) -> None:
+    demo = make_demo_model(tmp_path / "m", size_bytes=round(size_mb * 1e6))
+    manifest, *_ = build_manifest(demo.folder, model="demo")
+    told = sum(t.size_bytes for t in manifest.tensors)
+    assert abs(told / 1e6 - size_mb) <= 0.07
+    assert demo.size_bytes == pytest.approx(told, rel=0.001)
+    assert all(t.shape[0] % 64 == 0 and t.shape[1] == 1024 for t in manifest.tensors)
+    assert {t.file for t in manifest.tensors} == {
+        n for n, p in demo.purposes.items() if p == "weights"
+    }
+
+
 def test_equal_arguments_give_the_same_artifact(tmp_path: Path) -> None:
     one, fingerprint = manifest_of(tmp_path / "a")
     again, same = manifest_of(tmp_path / "b")

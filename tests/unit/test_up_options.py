@@ -43,6 +43,7 @@ from readyplane_planner.policy import overlay
         ({"rate_rps": -1.0}, "--rate"),
         ({"duration_s": 0.0}, "--duration"),
         ({"model_bytes": 5}, "--model-mb"),
+        ({"model_bytes": 8_000_000}, "--model-mb"),
         ({"workers_max": 1}, "--workers-max"),
         ({"page_port": 70_000}, "--page-port"),
         ({"trace": Path("t.csv"), "load": False}, "--trace"),

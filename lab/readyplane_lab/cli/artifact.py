@@ -23,6 +23,7 @@ from readyplane_lab.cli.where import (
     registry_of,
     run,
 )
+from readyplane_lab.demo import MODEL, MODEL_MB, MODEL_MB_MAX, MODEL_MB_MIN, MODEL_TAG
 
 if TYPE_CHECKING:
     from readyplane.client import RegistryClient
@@ -52,7 +53,6 @@ TAG_EXAMPLES = examples(
 )
 VERIFY_EXAMPLES = examples("readyplane artifact verify demo:latest")
 VERIFY_S_MAX = 3600.0
-DEMO_MB = 300.0
 SHA, DIGEST_LENGTH, PREFIX_LENGTH_MIN = "sha256:", 71, 11
 Reference = Annotated[
     str,
@@ -79,7 +79,8 @@ def publish(
         bool, switch("--demo", text="Make and publish the deterministic demo model.")
     ] = False,
     model_mb: Annotated[
-        float | None, typer.Option(metavar="MB", help=f"Its size (default: {DEMO_MB:g}).")
+        float | None,
+        typer.Option(metavar="MB", help=f"Size of its weights, to 0.07 MB (default: {MODEL_MB})."),
     ] = None,
     quantisation: Annotated[
         str,
@@ -128,8 +129,8 @@ def publish(
         raise InvalidField("--model", "", "name the model as requests will")
     if model_mb is not None and not demo:
         raise InvalidField("--model-mb", model_mb, "give it with --demo, only then")
-    if not 8 <= (model_mb or DEMO_MB) <= 4000:
-        raise InvalidField("--model-mb", model_mb, "give 8 to 4000")
+    if not MODEL_MB_MIN <= (MODEL_MB if model_mb is None else model_mb) <= MODEL_MB_MAX:
+        raise InvalidField("--model-mb", model_mb, f"give {MODEL_MB_MIN} to {MODEL_MB_MAX}")
     if canary is not None and demo:
         raise InvalidField("--canary", str(canary), "leave it out: the demo model has its own")
     for name, value in (("tp", tp), ("pp", pp), ("ep", ep)):
@@ -150,7 +151,7 @@ def publish(
     signer = None if sign_key is None else SigningKey.read(sign_key)
     where = find("registry", "registry_http", registry=registry, registry_http=registry_http)
     if directory is None:
-        size_bytes = round((model_mb or DEMO_MB) * 1e6)
+        size_bytes = round((MODEL_MB if model_mb is None else model_mb) * 1e6)
         facts = Facts(tp=tp, pp=pp, ep=ep)
         published = _publish_demo(where, model, tag, size_bytes, facts, signer=signer)
     else:
@@ -192,7 +193,6 @@ def _publish_demo(
     """Made in a temporary folder: equal arguments give equal bytes, so nothing need be kept."""
     import tempfile
 
-    from readyplane_lab.demo import MODEL, MODEL_TAG
     from readyplane_lab.up.demo_model import make_demo_model
 
     name = model or MODEL

@@ -130,7 +130,11 @@ def up(
     ] = None,
     model_mb: Annotated[
         float,
-        typer.Option(metavar="MB", help="Size of the demo model's weights.", rich_help_panel=FLEET),
+        typer.Option(
+            metavar="MB",
+            help="Size of the demo model's weights, to 0.07 MB.",
+            rich_help_panel=FLEET,
+        ),
     ] = 300,
     workers_max: Annotated[
         int,

@@ -8,7 +8,7 @@ downloaded. Equal arguments give equal bytes, so a second `up` publishes the sam
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from readyplane_agent.engines.modelled import answer
 SIZE_BYTES_DEFAULT = 300 * 10**6
 SHARDS_DEFAULT = 4
 HIDDEN = 1024
+ROWS_STEP = 64
+"""Rows of the last layer are a multiple: a worker of any number of ranks can divide them."""
 MAX_MODEL_LEN = 131_072
 # The answer to this ends by itself after few tokens, so that the canary is quick and the EOS check
 # of the gate has an end to look at.
@@ -67,6 +69,9 @@ def make_demo_model(
     max_model_len: int = MAX_MODEL_LEN,
 ) -> DemoModel:
     """Write the model into `folder` (made if absent); existing files of these names are replaced.
+
+    Args:
+        size_bytes: of the weights, which come within half of ROWS_STEP rows of it (0.07 MB).
 
     Raises:
         InvalidField: fewer than 1 shard, or a size that leaves a shard without a layer.
@@ -114,9 +119,11 @@ def demo_config(*, max_model_len: int = MAX_MODEL_LEN) -> dict[str, Any]:
 
 
 def _tensors(size_bytes: int, shards: int) -> list[_Tensor]:
-    """Square layers of about equal size, an embedding and a head, spread over the shards."""
-    per_tensor = 2 * HIDDEN * HIDDEN
-    most = max(1, size_bytes // per_tensor)
+    """Square layers, an embedding and a head, spread over the shards; the last layer fills up."""
+    per_tensor, per_step = 2 * HIDDEN * HIDDEN, 2 * HIDDEN * ROWS_STEP
+    steps = round(size_bytes / per_step)
+    most, rest = divmod(steps * per_step, per_tensor)
+    rows = rest // (2 * HIDDEN)
     if shards < 1:
         raise InvalidField("shards", shards, "use at least 1")
     if most < shards + 2:
@@ -127,12 +134,14 @@ def _tensors(size_bytes: int, shards: int) -> list[_Tensor]:
         )
     names = ["model.embed_tokens.weight", "lm_head.weight"]
     parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    count = most - 2 + (rows > 0)
     names += [
-        f"model.layers.{i // len(parts)}.{parts[i % len(parts)]}.weight" for i in range(most - 2)
+        f"model.layers.{i // len(parts)}.{parts[i % len(parts)]}.weight" for i in range(count)
     ]
-    return [
+    made = [
         _Tensor(name, (HIDDEN, HIDDEN), i * shards // len(names)) for i, name in enumerate(names)
     ]
+    return [*made[:-1], replace(made[-1], shape=(rows, HIDDEN))] if rows else made
 
 
 def _write_shard(path: Path, tensors: list[_Tensor], *, seed: tuple[int, int]) -> list[bytes]:

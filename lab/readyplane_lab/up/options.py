@@ -10,6 +10,7 @@ from pathlib import Path
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import parse
+from readyplane_lab.demo import MODEL_MB_MAX, MODEL_MB_MIN
 
 ENGINES = ("modelled", "vllm")
 
@@ -70,8 +71,9 @@ class UpOptions:
                 raise InvalidField(f"--{name.removesuffix('_rps')}", value, "give a number above 0")
         if self.duration_s is not None and not self.duration_s > 0:
             raise InvalidField("--duration", self.duration_s, "give seconds above 0")
-        if not 8_000_000 <= self.model_bytes <= 4_000_000_000:
-            raise InvalidField("--model-mb", self.model_bytes / 1e6, "give 8 to 4000")
+        if not MODEL_MB_MIN <= self.model_bytes / 1e6 <= MODEL_MB_MAX:
+            remedy = f"give {MODEL_MB_MIN} to {MODEL_MB_MAX}"
+            raise InvalidField("--model-mb", self.model_bytes / 1e6, remedy)
         if not 2 <= self.workers_max <= 64:
             raise InvalidField("--workers-max", self.workers_max, "give 2 to 64")
         for name in ("page_port", "gateway_port"):
