@@ -12,16 +12,15 @@ import asyncio
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 
 from readyplane import profiles, wire
 from readyplane.client import RouterClient
-from readyplane.core import gate_checks as gc
 from readyplane.core.identity import KvFormat
-from readyplane.core.worker import CheckResult, LoadReport, Role, Serving, WorkerOffer
+from readyplane.core.worker import LoadReport, Role, Serving, WorkerOffer
 from readyplane.ports import RankReport, Renewal
+from readyplane_lab.simulator.evidence import checks_of
 from readyplane_router.group import STEPS
 
 PROFILE = profiles.load("h200-llama8b-fp8")
@@ -52,25 +51,6 @@ async def join(router: RouterClient, number: int, ranks: tuple[str, ...]) -> tup
             RankReport(name, offer.incarnation, lease.epoch, 0, step, DIGEST)
         )
         group_epoch = status.group_epoch
-    answer = {"token_ids": [1], "repeat_token_ids": [1], "eos_ok": True, "sampling_ok": True}
-    evidence: dict[str, dict[str, Any]] = {
-        **{check: {gc.NOT_APPLICABLE: "already running"} for check in gc.ATTACHED_MAY_SKIP},
-        gc.KV_CONNECTOR: {"outbound": True, "inbound": True, "detail": "both ways"},
-        gc.CANARY: answer,
-        gc.BASICS: {
-            "eos": True,
-            "max_tokens": True,
-            "structured": gc.NOT_OFFERED,
-            "sampling": gc.NOT_OFFERED,
-            "quantisation": gc.NOT_TOLD,
-            "kv_dtype": gc.NOT_TOLD,
-        },
-        gc.KV_POOL: {"kv_total_blocks": BLOCKS, "free_blocks": BLOCKS},
-        gc.KV_HASHES: {"token_ids": [], "block_size": 64, "told": []},
-        gc.PROFILE: {"name": PROFILE.name, "digest": PROFILE.digest},
-        gc.LEASE: {"epoch": lease.epoch},
-        gc.GROUP: {"group_epoch": group_epoch},
-    }
     serving = Serving(
         engine_url=f"http://127.0.0.1:{1024 + number}",
         kv=KvFormat(DIGEST, block_size=64),
@@ -85,7 +65,9 @@ async def join(router: RouterClient, number: int, ranks: tuple[str, ...]) -> tup
         offer.incarnation,
         lease.epoch,
         serving=serving,
-        checks=[CheckResult(check, True, found) for check, found in evidence.items()],
+        checks=checks_of(
+            None, blocks=BLOCKS, profile=PROFILE, epoch=lease.epoch, group_epoch=group_epoch
+        ),
     )
     if not verdict.admitted:
         raise SystemExit(f"{name} was not admitted: {verdict.reasons}")

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from readyplane.core import gate_checks as gc
-from readyplane.core.identity import KvFormat
+from readyplane.core.identity import KvFormat, Manifest
 from readyplane.core.worker import CheckResult, Role
+from readyplane_lab.simulator.evidence import checks_of
 from readyplane_router.gate import (
     Admit,
     Expectations,
@@ -48,6 +49,19 @@ def test_good_evidence_is_admitted() -> None:
     assert isinstance(verdict, Admit)
     assert {c.name for c in verdict.checks} == set(gc.GATE_CHECKS)
     assert all(c.passed for c in verdict.checks)
+
+
+@pytest.mark.parametrize("manifest", [MANIFEST, None])
+def test_what_a_simulated_worker_hands_in_is_judged_as_any_other(
+    manifest: Manifest | None,
+) -> None:
+    """With its artifact, and as an engine that nobody saw loading one."""
+    want = expectations(
+        offer=offer("p0", Role.PREFILL, attached=manifest is None), manifest=manifest
+    )
+    checks = checks_of(manifest, blocks=10_000, profile=PROFILE, epoch=5, group_epoch=6)
+    assert reasons(list(checks), want) == ""
+    assert "epoch" in reasons(list(checks), replace(want, epoch=7))
 
 
 def test_only_who_serves_both_stages_may_do_without_a_connector() -> None:

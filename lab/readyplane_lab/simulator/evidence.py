@@ -47,24 +47,22 @@ def serving_of(
 
 
 def checks_of(
-    manifest: Manifest, *, blocks: int, profile: ClassProfile, epoch: int, group_epoch: int
+    manifest: Manifest | None,
+    *,
+    blocks: int,
+    profile: ClassProfile,
+    epoch: int,
+    group_epoch: int,
 ) -> tuple[CheckResult, ...]:
-    """Evidence of a start on which everything went well; `blocks`: the KV that it serves with."""
-    golden = manifest.canary.golden_token_ids if manifest.canary else ()
-    chunks = sum(len(f.chunks) for f in manifest.files)
+    """Evidence of a start on which everything went well.
+
+    Args:
+        manifest: what was loaded; None of an attached engine, which nobody saw loading anything.
+        blocks: the KV that it serves with.
+    """
     evidence: dict[str, dict[str, Any]] = {
-        gc.MODEL_REVISION: {"manifest_digest": manifest.digest},
-        gc.TOKENIZER_REVISION: {"tokenizer_digest": manifest.tokenizer_digest},
-        gc.TENSOR_CHECKSUMS: {"chunks_verified": chunks, "chunks_total": chunks, "failed": []},
-        gc.SHARD_COVERAGE: {
-            "tensors": len(manifest.tensors),
-            "tensors_expected": len(manifest.tensors),
-            "missing": [],
-            "ranks": manifest.tp,
-            "rank_tensors": [len(manifest.tensors)] * manifest.tp,
-        },
+        **(_nothing_seen() if manifest is None else _loaded(manifest)),
         gc.KV_CONNECTOR: {"outbound": True, "inbound": True, "detail": "modelled"},
-        gc.CANARY: {"token_ids": list(golden), "eos_ok": True, "sampling_ok": True},
         gc.BASICS: {
             "eos": True,
             "max_tokens": True,
@@ -81,3 +79,28 @@ def checks_of(
         gc.GROUP: {"group_epoch": group_epoch},
     }
     return tuple(CheckResult(name, passed=True, evidence=e) for name, e in evidence.items())
+
+
+def _loaded(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    golden = manifest.canary.golden_token_ids if manifest.canary else ()
+    chunks = sum(len(f.chunks) for f in manifest.files)
+    return {
+        gc.MODEL_REVISION: {"manifest_digest": manifest.digest},
+        gc.TOKENIZER_REVISION: {"tokenizer_digest": manifest.tokenizer_digest},
+        gc.TENSOR_CHECKSUMS: {"chunks_verified": chunks, "chunks_total": chunks, "failed": []},
+        gc.SHARD_COVERAGE: {
+            "tensors": len(manifest.tensors),
+            "tensors_expected": len(manifest.tensors),
+            "missing": [],
+            "ranks": manifest.tp,
+            "rank_tensors": [len(manifest.tensors)] * manifest.tp,
+        },
+        gc.CANARY: {"token_ids": list(golden), "eos_ok": True, "sampling_ok": True},
+    }
+
+
+def _nothing_seen() -> dict[str, dict[str, Any]]:
+    """Without a known answer, one that repeats has to do."""
+    answer = {"token_ids": [1], "repeat_token_ids": [1], "eos_ok": True, "sampling_ok": True}
+    skipped = sorted(gc.ATTACHED_MAY_SKIP - {gc.KV_CONNECTOR})
+    return {**{c: {gc.NOT_APPLICABLE: "already running"} for c in skipped}, gc.CANARY: answer}
