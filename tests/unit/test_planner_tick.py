@@ -8,7 +8,7 @@ import pytest
 
 from readyplane.core.errors import Unavailable
 from readyplane.core.worker import Role, WorkerState
-from readyplane.ports import Order
+from readyplane.ports import Instance, Order
 from readyplane_planner.decide import Decision, Memory, Plan, decide
 from readyplane_planner.journal import MemoryJournal
 from readyplane_planner.outcomes import Judge
@@ -120,3 +120,25 @@ async def test_what_came_of_an_order_outlives_a_journal_that_is_away() -> None:
     told = {(o.subject, o.kind) for o in (await journal.get(decision_id))[1]}
     steps = ("ordered", "allocated", "running", "provisioned", "ready")
     assert {(o.worker_id, kind) for o in orders for kind in steps} <= told
+
+
+class CutOff(World):
+    """An actuator whose answers never arrive: it takes each order all the same."""
+
+    async def provision(self, order: Order, *, leader_epoch: int = 0) -> Instance:
+        await super().provision(order, leader_epoch=leader_epoch)
+        raise Unavailable("no answer within 5 s", "look at the actuator")
+
+
+async def test_an_order_whose_call_was_cut_off_is_known_to_be_taken_by_the_list() -> None:
+    """A start that is over before the order is given again has no other answer to show."""
+    world = CutOff(HandClock(), rps=lambda _t: 2.0, t_ready_s=lambda _n: 0.5)
+    run = await planner(world)
+    await run.step(5)
+    first = next(d for d in run.decisions if d.orders)
+    explained = await run.service.explain(first.decision_id)
+    accepted = [m for m in explained["timeline"] if m["what"] == "order accepted"]
+    assert len(accepted) == len(first.orders) == 2
+    assert all(m["after_s"] is not None for m in accepted)
+    told = {(o.subject, o.kind) for o in (await run.journal.get(first.decision_id))[1]}
+    assert {(o.worker_id, "unanswered") for o in first.orders} <= told

@@ -7,7 +7,8 @@ planner goes on.
 
 | kind | told when |
 |---|---|
-| ordered, refused, advised | the actuator took the order, did not, or there is none to take it |
+| ordered, refused, advised | the actuator took the order (it says so, or its list shows it), did not, or there is none to take it |
+| unanswered | nobody said whether it was taken: the same order is given again |
 | allocated, running | the actuator's list shows the allocation, its process; at_s is when it began |
 | provisioned | the router shows a lease |
 | ready | the gate let it in; with the whole start, the gate's checks and where weights came from |
@@ -154,6 +155,9 @@ class Follower:
         order = instance.order
         began_s = wall_s - instance.allocated_ago_s
         where = {"node": instance.node, "note": instance.node_note}
+        # The call itself may have been cut off, and a quick start be over before it is given again.
+        taken = {"note": instance.node_note} if instance.node_note else {}
+        self._tell(order.scale_decision_id, order.worker_id, "ordered", began_s, taken)
         self._tell(order.scale_decision_id, order.worker_id, "allocated", began_s, where)
         if instance.running_ago_s is not None:
             began_s = wall_s - instance.running_ago_s
