@@ -177,6 +177,28 @@ def test_b138_eight_writers_and_one_killed_leave_a_whole_entry_or_none(tmp_path:
     assert not list((kept / "quarantine").iterdir())
 
 
+def test_b138_a_folder_that_another_writer_swept_before_it_was_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its making and its lock it looks as one whose writer was killed."""
+    ids = itertools.count()
+    data, index = written(tmp_path, "w")
+    shelf = CompileStore(tmp_path / "s", bytes_max=2**30, make_id=lambda: str(next(ids)))
+    real = os.open
+    swept: list[Path] = []
+
+    def sweep_first(path: Any, *flags: Any, **where: Any) -> int:
+        if Path(path).parent.name == "writing" and not swept:
+            swept.append(Path(path))
+            Path(path).rmdir()
+        return real(path, *flags, **where)
+
+    monkeypatch.setattr(os, "open", sweep_first)
+    assert shelf.install(data, index, wanted=index.factors)
+    assert swept and not list((tmp_path / "s" / "writing").iterdir())
+    assert shelf.take(index.factors, tmp_path / "engine").miss == ""
+
+
 def test_b138_a_start_wipes_nothing(tmp_path: Path) -> None:
     ids = itertools.count()
     data, index = written(tmp_path, "w")

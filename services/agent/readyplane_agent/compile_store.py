@@ -176,7 +176,10 @@ class CompileStore:
         for _ in range(OWN_ATTEMPTS_MAX):
             part = self._writing / self._make_id()
             part.mkdir(mode=0o700)
-            descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:  # another writer swept it: it had no lock yet
+                continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if os.fstat(descriptor).st_nlink == 0:  # swept before it was ours
