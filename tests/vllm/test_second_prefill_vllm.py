@@ -68,10 +68,10 @@ async def test_requests_of_a_killed_prefill_worker_are_paired_with_the_other(
     p = await _two(system)
     (d,) = system.ready("decode")
     prompts = [words_of(60 + i, LONG_CHARACTERS) for i in range(HAND_OVERS)]
+    # The first of these that ask for log-probabilities: what that takes was done before the start's end.
+    more = {"ignore_eos": True, "return_token_ids": True, "logprobs": 1}
     asked = [
-        asyncio.create_task(
-            client.complete(prompt=text, max_tokens=TOKENS, ignore_eos=True, return_token_ids=True)
-        )
+        asyncio.create_task(client.complete(prompt=text, max_tokens=TOKENS, **more))
         for text in prompts
     ]
     async with asyncio.timeout(SEEN_WITHIN_S):
@@ -87,6 +87,7 @@ async def test_requests_of_a_killed_prefill_worker_are_paired_with_the_other(
             outcomes.append(f"{status} {doc['error'].get('code')}")
             continue
         assert doc["usage"]["completion_tokens"] == TOKENS, doc
+        assert len(doc["choices"][0]["logprobs"]["token_logprobs"]) == TOKENS, doc
         await _as_alone(client, other, text, doc)
         by_other += headers["x-readyplane-prefill"] == other["worker_id"]
         outcomes.append("answered")
@@ -235,7 +236,6 @@ async def _as_alone(
         prompt=prompt,
         max_tokens=TOKENS,
         ignore_eos=True,
-        # Only when nothing else waits: the first of a vLLM compile something, for ten seconds.
         logprobs=2,
         return_tokens_as_token_ids=True,
     )
