@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from readyplane.core import gate_checks as gc
 from readyplane.core.errors import NotFound, Unavailable
 from readyplane.core.identity import (
@@ -16,15 +18,16 @@ from readyplane.core.identity import (
     TensorEntry,
 )
 from readyplane.core.profile import ClassProfile
-from readyplane.core.work import EventKind, RequestEvent, RequestShape, pack_tokens
+from readyplane.core.work import EventKind, RequestEvent, RequestShape, Slo, pack_tokens
 from readyplane.core.worker import CheckResult, Lease, LoadReport, Role, Serving, WorkerOffer
 from readyplane.kit.clock import Clock
 from readyplane.ports import GroupStatus, Pair, RankReport, Renewal, RenewalAnswer, Router
 from readyplane_lab.simulator.loop import VirtualClock, VirtualLoop, run_virtual
 from readyplane_router.epochs import MemoryEpochs
 from readyplane_router.group import STEPS
-from readyplane_router.pair import Seat, Times, kv_key, seat_key
+from readyplane_router.pair import PairPolicy, Seat, Times, kv_key, seat_key
 from readyplane_router.policy import RouterPolicy
+from readyplane_router.seats import Use
 from readyplane_router.service import RouterService
 from readyplane_router.store import MemoryStore, Store
 
@@ -318,3 +321,24 @@ def events(
 
 
 SERVED = (EventKind.PREFILL_DONE, EventKind.FIRST_TOKEN, EventKind.FINISHED)
+
+QUICK = RouterPolicy(
+    pair=PairPolicy(slo=Slo(2.0, 0.2), wait_max_s=5.0, empty_wait_max_s=8.0),
+    redis_absence_max_s=20.0,
+    reservation_ttl_s=10.0,
+)
+
+
+async def fleet_of(world: World, router: RouterService, p: int = 1, d: int = 1) -> list[FakeWorker]:
+    made = [await world.worker(router, f"p{i}", Role.PREFILL) for i in range(p)]
+    return made + [await world.worker(router, f"d{i}", Role.DECODE) for i in range(d)]
+
+
+async def all_free(world: World, router: RouterService) -> None:
+    """Nothing is promised any more, neither here nor in the store."""
+    for seat in router.desks[MODEL].seats.values():
+        assert (seat.sequences, seat.decoding, seat.assigned, seat.transfers) == (0, 0, 0, 0)
+        assert (seat.kv_blocks, seat.prefill_tokens, seat.works) == (0, 0, {})
+        assert seat.work_s == pytest.approx(0.0) and seat.kv_tokens == pytest.approx(0.0)
+    assert all(use == Use() for use in (await world.store.usage(MODEL)).values())
+    assert not router.desks[MODEL].held and not router.desks[MODEL].waiting
