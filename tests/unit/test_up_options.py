@@ -185,6 +185,11 @@ async def test_a_class_that_comes_into_the_policy_later_is_learnt_before_an_orde
     assert known("tp2").endswith("tp2.json"), "what was known stays while nobody can be asked"
     with pytest.raises(Unavailable, match="worker class tp8 is not known"):
         await learn(known, planner, order_of("tp8"))
+    planner.asked = 0
+    waiting = [learn(known, planner, order_of("tp8")) for _ in range(4)]
+    failed = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(e) for e in failed] == [Unavailable] * 4
+    assert planner.asked == 1, "who waits for a planner that is away waits once, side by side"
 
 
 async def test_the_planner_is_asked_only_where_an_order_goes_by_what_is_not_known() -> None:

@@ -48,14 +48,14 @@ class ClassProfiles:
 
     Attributes:
         version: the newest version of a policy that was taken; 0 for none.
-        asking: held by whoever reads the policy for all that wait for it.
+        asking: reads the policy for all that wait for it.
     """
 
     def __init__(self) -> None:
         from readyplane import profiles
 
         self.version = 0
-        self.asking = asyncio.Lock()
+        self.asking: asyncio.Future[str] | None = None
         self._found = {name: name for name in profiles.names()}
         self._named: set[str] = set()
 
@@ -116,21 +116,29 @@ async def learn(profiles: ClassProfiles, planner: Policies, order: Order) -> Non
     Raises:
         Unavailable: nobody tells the policy, and the class of the order is not known without it.
     """
-    if profiles.cover(order):
-        return
-    async with profiles.asking:
+    for _ in range(2):  # an answer that others waited for already may be of before this order
         if profiles.cover(order):
             return
-        try:
-            document, version = await asyncio.wait_for(planner.get_policy(), LEARN_S)
-        except (ReadyplaneError, TimeoutError) as error:
-            why = str(error) or f"no answer within {LEARN_S:g} s"
-            if not profiles.know(order.worker_class):
-                what = f"worker class {order.worker_class} is not known, nor the policy: {why}"
-                raise Unavailable(what, "order it again when the planner answers") from error
-            log.warning("the policy in force cannot be read, its former classes count: %s", why)
-            return
-        profiles.take(document, version)
+        if profiles.asking is None or profiles.asking.done():
+            profiles.asking = asyncio.ensure_future(_read(profiles, planner))
+        why = await asyncio.shield(profiles.asking)
+        if why:
+            break
+    if why and not profiles.know(order.worker_class):
+        what = f"worker class {order.worker_class} is not known, nor the policy: {why}"
+        raise Unavailable(what, "order it again when the planner answers")
+
+
+async def _read(profiles: ClassProfiles, planner: Policies) -> str:
+    """Why the policy in force cannot be read; empty when it was."""
+    try:
+        document, version = await asyncio.wait_for(planner.get_policy(), LEARN_S)
+    except (ReadyplaneError, TimeoutError) as error:
+        why = str(error) or f"no answer within {LEARN_S:g} s"
+        log.warning("the policy in force cannot be read, its former classes count: %s", why)
+        return why
+    profiles.take(document, version)
+    return ""
 
 
 def ranks_of(profile_of: Callable[[str], str]) -> Callable[[str], int]:
