@@ -116,6 +116,7 @@ async def learn(profiles: ClassProfiles, planner: Policies, order: Order) -> Non
     Raises:
         Unavailable: nobody tells the policy, and the class of the order is not known without it.
     """
+    why = ""
     for _ in range(2):  # an answer that others waited for already may be of before this order
         if profiles.cover(order):
             return
