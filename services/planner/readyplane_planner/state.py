@@ -22,6 +22,8 @@ STEMS = ("ttft", "tpot")
 """The latency of each pool, in the order of POOLS."""
 RUNS = frozenset({"pending", "running"})
 """States of an instance that has not ended."""
+UNHEARD_S_MIN = 5.0
+"""A process that ends as it was asked to is silent for less."""
 HELD = frozenset(
     (
         "dead_end",
@@ -320,7 +322,8 @@ def _workers(workers: Sequence[Worker], seen: Seen) -> list[dict[str, Any]]:
     for worker in sorted((*workers, *seen.silent), key=lambda w: w.worker_id):
         row = _worker(worker, held)
         if worker.worker_id in runs and _lost(worker, seen.silent):
-            row["unheard_s"] = max(0.0, decision.at_s - worker.renewed_s)
+            unheard_s = decision.at_s - worker.renewed_s
+            row["unheard_s"] = unheard_s if unheard_s >= UNHEARD_S_MIN else None
         if why := unpairable.get(worker.worker_id):
             row["unpairable"] = why
         rows.append(row)
