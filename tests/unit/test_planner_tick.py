@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -142,3 +143,30 @@ async def test_an_order_whose_call_was_cut_off_is_known_to_be_taken_by_the_list(
     assert all(m["after_s"] is not None for m in accepted)
     told = {(o.subject, o.kind) for o in (await run.journal.get(first.decision_id))[1]}
     assert {(o.worker_id, "unanswered") for o in first.orders} <= told
+
+
+class Slow(World):
+    """An actuator whose answer takes longer than a tick."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.answers = asyncio.Event()
+
+    async def provision(self, order: Order, *, leader_epoch: int = 0) -> Instance:
+        await self.answers.wait()
+        return await super().provision(order, leader_epoch=leader_epoch)
+
+
+@pytest.mark.parametrize(("why", "kind"), [("", "ordered"), ("no room", "refused")])
+async def test_an_answer_that_comes_ticks_later_is_heard(why: str, kind: str) -> None:
+    """Else a refusal holds nothing up, and an order that was taken has no answer to show."""
+    world = Slow(HandClock(), rps=lambda _t: 2.0, refuse=lambda _order: why)
+    run = await planner(world)
+    await run.step(3)
+    assert await run.journal.outcomes(MODEL, kind, limit=9) == []
+    world.answers.set()
+    await run.step(2)
+    told = await run.journal.outcomes(MODEL, kind, limit=9)
+    first = next(d for d in run.decisions if d.orders)
+    assert {o.worker_id for o in first.orders} == {o.subject for o in told}
+    assert ("denied" in run.codes(3)) is bool(why)

@@ -250,7 +250,8 @@ class Hand:
     async def _bounded(self, key: tuple[str, str], work: Callable[[], Awaitable[Done]]) -> None:
         try:
             async with self._places:
-                self._done.append(await work())
+                done = await work()
+            self._done.append(done)  # looked up now: a tick may have taken the list meanwhile
         finally:
             self._flight.tasks.pop(key, None)
 
