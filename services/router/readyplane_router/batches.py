@@ -132,12 +132,14 @@ class _Line:
         self._news.set()
 
     async def _one(self, request: pb.RouteRequest) -> None:
-        self._results.append(await self._result(request))
+        found = await self._result(request)
+        self._results.append(found)  # looked up now: an answer may have taken the others meanwhile
 
     async def _apply(self, events: Sequence[pb.RequestEvent]) -> None:
         try:
             told = [wire.request_event_from_proto(event) for event in events]
-            self._unknown += await self._complete(told)
+            unknown = await self._complete(told)
+            self._unknown += unknown
             self._applied += len(told)
         except ReadyplaneError as error:
             self._error = wire.error_to_status(error).SerializeToString()
