@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from readyplane.core.errors import InvalidField, NotFound, Unavailable
+from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError
 from readyplane_lab.cli import output
 from readyplane_lab.cli.faults import note
 from readyplane_lab.cli.flags import Json, examples, switch
@@ -68,12 +68,12 @@ def decisions(
 async def _list(
     where: Where, model: str, limit: int, *, changes_only: bool
 ) -> tuple[list[dict[str, Any]], list[str] | None]:
-    """Decisions, and what is not ordered now and why; None where the planner has not looked yet."""
+    """Decisions, and what is not ordered now and why; None where the planner does not tell."""
     async with planner_of(where) as planner:
         found = await planner.list_decisions(model=model, limit=limit, changes_only=changes_only)
         try:
             state = await planner.state(model)
-        except Unavailable as error:
+        except ReadyplaneError as error:
             note(f"what is not ordered now is not shown: {error}")
             return found, None
     held = state.get("held", ())
