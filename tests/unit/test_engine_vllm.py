@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import types
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +23,7 @@ from readyplane_agent.engines import vllm, vllm_command, vllm_launch
 from readyplane_agent.engines.choice import TellsFormats, engine_for
 from readyplane_agent.engines.openai import OpenAiEngine
 from readyplane_agent.engines.port import EngineSpec
-from readyplane_agent.engines.vllm_hooks import facts_of
+from readyplane_agent.engines.vllm_hooks import ACCESS_LOG, facts_of, worth_telling
 from readyplane_agent.engines.vllm_kept import may_keep
 from readyplane_agent.engines.vllm_marks import (
     STEPS,
@@ -391,6 +392,26 @@ def test_the_facts_of_an_engine() -> None:
     assert facts_of(config)["quantisation"] == "gptq_marlin", "it quantises what was plain"
     config.model_config.hf_config.quantization_config = {"quant_method": "gptq"}
     assert facts_of(config)["quantisation"] == "as configured"
+
+
+def test_the_log_leaves_out_that_the_agent_reads_the_load(caplog: pytest.LogCaptureFixture) -> None:
+    """A line a second: the end of the log, by which an engine's end is told, held nothing else."""
+    access = logging.getLogger(ACCESS_LOG)
+    access.addFilter(worth_telling)
+    line = '%s - "%s %s HTTP/%s" %d'
+    try:
+        with caplog.at_level(logging.INFO, logger=ACCESS_LOG):
+            for path, status in (("/metrics", 200), ("/health", 200), ("/health", 503)):
+                access.info(line, "127.0.0.1:1", "GET", path, "1.1", status)
+            access.info(line, "127.0.0.1:1", "POST", "/v1/completions", "1.1", 200)
+            access.info("another line")
+    finally:
+        access.removeFilter(worth_telling)
+    assert [m.partition(" - ")[2] or m for m in caplog.messages] == [
+        '"GET /health HTTP/1.1" 503',
+        '"POST /v1/completions HTTP/1.1" 200',
+        "another line",
+    ]
 
 
 async def test_formats_are_told_in_the_manifests_names(tmp_path: Path) -> None:

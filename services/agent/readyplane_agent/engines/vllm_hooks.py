@@ -1,4 +1,4 @@
-"""Marks around the steps of a vLLM's start, inside its processes.
+"""Marks around the steps of a vLLM's start, inside its processes, and what its log leaves out.
 
 Owns which of vLLM's functions are looked at. They are found by name in what is imported already, so
 nothing of vLLM is imported here; one that a version does not have is left out and told by a mark
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import multiprocessing
 import os
 import sys
@@ -39,6 +40,8 @@ RUNNER_STEPS = {
     "warming_up_model": ("compile", "compiled"),
     "capture_model": ("graphs", "graphs_captured"),
 }
+ACCESS_LOG = "uvicorn.access"
+POLLED = ("/metrics", "/health")
 _DONE: set[object] = set()
 
 
@@ -57,6 +60,8 @@ def hook() -> None:
         return
     if process in {"engine", "worker"}:
         mark(f"{process}_begun", at_s=process_start_s(now_s=_CLOCK.monotonic_s()))
+    if process == "server":
+        logging.getLogger(ACCESS_LOG).addFilter(worth_telling)
     mark("registered" if process == "server" else process)
     core = sys.modules.get("vllm.v1.engine.core")
     if core is not None and process == "engine":
@@ -65,6 +70,16 @@ def hook() -> None:
     wrapper = sys.modules.get("vllm.v1.worker.worker_base")
     if wrapper is not None:
         _around(wrapper.WorkerWrapperBase, "init_device", "device", "", then=_look_at_worker)
+
+
+def worth_telling(record: logging.LogRecord) -> bool:
+    """Whether a line of the server's access log says anything: not that its agent reads its load.
+
+    That is a line a second: the end of the log, by which an engine's end is told, held nothing else.
+    """
+    said = record.args
+    polled = isinstance(said, tuple) and len(said) == 5 and said[2] in POLLED and said[4] == 200
+    return not polled
 
 
 def process_kind() -> str:
