@@ -178,6 +178,14 @@ class Client:
         """Status, document and headers of a completion through the gateway."""
         return await self._post(self._gateway, fields)
 
+    async def chat(self, text: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+        """Status and document of an answer to one message through the gateway."""
+        messages = [{"role": "user", "content": text}]
+        url = f"{self._gateway}/v1/chat/completions"
+        body = {"model": self._system.model, "messages": messages, **fields}
+        async with self._session.post(url, json=body) as response:
+            return response.status, await response.json(content_type=None)
+
     async def ask_engine(self, url: str, **fields: Any) -> dict[str, Any]:
         """A completion by one engine itself."""
         status, doc = await self.at_engine(url, **fields)

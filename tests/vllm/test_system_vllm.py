@@ -91,6 +91,14 @@ async def test_a_request_is_handed_over_once(system: System, client: Client) -> 
     assert doc["choices"][0]["text"] == alone["choices"][0]["text"]
 
 
+async def test_a_chat_is_written_out_by_the_models_own_template(client: Client) -> None:
+    """Which is a file of its own in the folder, and comes with the artifact."""
+    status, doc = await client.chat(words_of(15, 300), max_tokens=6, ignore_eos=True)
+    assert status == 200, doc
+    assert doc["choices"][0]["message"]["role"] == "assistant"
+    assert doc["usage"]["completion_tokens"] == 6
+
+
 async def test_a_shared_prefix_hits_as_the_router_predicted(
     system: System, client: Client, tmp_path: Path
 ) -> None:

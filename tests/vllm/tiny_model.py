@@ -20,6 +20,7 @@ SEED = 20260101
 VOCABULARY = 512
 SENTENCE = "Prefill workers read the prompt, decode workers write the answer, one token at a time. "
 # All that a byte-level vocabulary may lack of a text: it never has an unknown token.
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 EOS, BOS = "</s>", "<s>"
 
 
@@ -52,7 +53,9 @@ def _tokenizer() -> Any:
         show_progress=False,
     )
     plain.train_from_iterator([SENTENCE], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token=BOS, eos_token=EOS)
+    found = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token=BOS, eos_token=EOS)
+    found.chat_template = TEMPLATE  # a file of its own in the folder
+    return found
 
 
 def _model(tokenizer: Any, *, seed: int, layers: int, hidden: int) -> Any:
