@@ -49,6 +49,7 @@ from readyplane_agent.engines.vllm_marks import (
     write_mark,
 )
 from readyplane_agent.engines.vllm_nixl import WAKE_ENV, wake_us
+from readyplane_agent.engines.vllm_shared import remove, shared_by
 
 POLL_S = 0.05
 UNMARKED_POLL_S = 1.0
@@ -88,6 +89,7 @@ class VllmEngine(AttachedEngine):
         self._ports: tuple[int, ...] = (0, 0, 0)  # API, KV replay, KV side channel
         self._cpu: tuple[float, float] = (0.0, 0.0)
         self._asked_s = 0.0
+        self._shared: frozenset[Path] = frozenset()
 
     @property
     def returncode(self) -> int | None:
@@ -181,6 +183,7 @@ class VllmEngine(AttachedEngine):
         await self._first_requests(until)
         await self._gets_on(self._answers, until)  # it may have ended at one of them
         await super().wait_ready(stall_s=stall_s, limit_s=limit_s)
+        self._shared = await asyncio.to_thread(lambda: shared_by(p.pid for p in _tree(self.pid)))
         self._up_s = self._clock.monotonic_s()  # it has told all that it is asked at its start
 
     async def _answers(self) -> bool:
@@ -270,9 +273,13 @@ class VllmEngine(AttachedEngine):
         return gone
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
-        """SIGTERM, after the grace SIGKILL; at the end to whatever is left of its process group."""
+        """SIGTERM, after the grace SIGKILL; at the end to whatever is left of its process group.
+
+        Shared memory that it had when it was ready and has not removed is removed.
+        """
         await self._child.stop(grace_s=grace_s)
         self._child.end_session()
+        remove(self._shared)
 
     def log_tail(self, lines: int = 20) -> str:
         """End of its log."""
