@@ -57,7 +57,8 @@ async def test_a_measured_engine_is_the_engine_that_was_modelled(tmp_path: Path)
     assert found.kv_capacity_tokens == pytest.approx(real.kv_capacity_tokens, rel=1e-3)
     assert found.max_num_seqs == 10 and "measured" in found.source
     for tokens in (100, 1000, 2900):
-        assert found.prefill_s(tokens) == pytest.approx(real.prefill_s(tokens), rel=0.2)
+        late_s = 0.02  # a busy machine adds as much to the shortest
+        assert found.prefill_s(tokens) == pytest.approx(real.prefill_s(tokens), rel=0.2, abs=late_s)
     for sequences, context in ((1, 200), (10, 200), (5, 1000), (10, 2500)):
         kv_tokens = sequences * context
         assert found.iteration_s(sequences, kv_tokens) == pytest.approx(
