@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from readyplane.core.startup import StartQuantiles
@@ -114,6 +114,7 @@ def test_what_serves_beyond_the_need_goes_although_another_is_on_its_way() -> No
 
 
 @settings(max_examples=150, deadline=None)
+@example(["full", "full"], [], 0, 0, 2, True, 1, [])
 @given(
     ready=st.lists(st.sampled_from(["full", "eager"]), max_size=5),
     coming=st.lists(

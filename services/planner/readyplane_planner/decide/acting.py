@@ -75,6 +75,7 @@ def act(
     quick = fast.shortcuts(pools, verdicts, plan, digest=step.grow.digest, rolling=step.owns)
     acted.activations, acted.flips = quick.activations, quick.flips
     reasons.extend(quick.said)
+    turned = {f.worker_id for f in quick.flips}
     done: list[Verdict] = []
     for place, (pool, verdict) in enumerate(zip(pools, verdicts, strict=True)):
         if not plan.paused:
@@ -107,7 +108,9 @@ def act(
         wanted = 0 if step.owns else shrink
         given_up = 0
         spare = fast.spare(pool, verdict.target, plan) - quick.went[place]
-        for part, count in _by_class(pool, chosen[place].gives, wanted):
+        # Who is told to change the stage is not drained for the same surplus.
+        stay = replace(pool, ready=[w for w in pool.ready if w.worker_id not in turned])
+        for part, count in _by_class(stay, chosen[place].gives, wanted):
             gone, drained = _give_up(acted, part, count, (), plan, quantiles, reasons, spare=spare)
             given_up, spare = given_up + gone, spare - drained
         given_up += _give_up(acted, pool, 0, step.retire[place], plan, quantiles, reasons)[0]
