@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from readyplane.core.identity import Manifest
 from readyplane.core.startup import WeightTier
 from readyplane.kit.clock import SystemClock
 from readyplane.ports import Source
-from readyplane_registry import blob_objects, ingest
+from readyplane_registry import blob_objects, ingest, storage_asked
 from readyplane_registry.blob_objects import ObjectBlobs
 from readyplane_registry.blobs import MemoryBlobs
 from readyplane_registry.fetching import NoTally, RegistryPolicy
@@ -293,6 +294,57 @@ async def test_b124_that_bytes_are_there_is_believed_for_a_moment_by_plans_only(
     )
     plan = await service.plan_fetch(manifest.digest, node="", **ME)
     assert plan.sources == () and "not whole" in plan.excluded[0]
+
+
+async def test_a_store_that_hangs_keeps_no_plan_from_a_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer is offered and the store named; the late answer is there for the next plan."""
+    monkeypatch.setattr(storage_asked, "PLAN_WAITS_S_MAX", 0.05)
+    service, blobs = registry()
+    manifest = await publish(service, blobs)
+    await service.announce_source(peer(manifest.digest))
+    asked, goes, ask = 0, asyncio.Event(), blobs.missing
+
+    async def hanging(files: Any) -> tuple[str, ...]:
+        nonlocal asked
+        asked += 1
+        await goes.wait()
+        return await ask(files)
+
+    monkeypatch.setattr(blobs, "missing", hanging)
+    plans = await asyncio.gather(
+        *(service.plan_fetch(manifest.digest, node="", **ME) for _ in range(20))
+    )
+    for plan in plans:
+        assert [ranked.source.source_id for ranked in plan.sources] == ["w1"]
+        assert "the byte store has not said for" in plan.excluded[0]
+    assert asked == 1, "who hangs is asked once for all"
+    goes.set()
+    await asyncio.sleep(0.1)
+    late = await service.plan_fetch(manifest.digest, node="", **ME)
+    assert len(late.sources) == 2 and asked == 1
+
+
+async def test_a_store_is_not_asked_about_ever_more_artifacts_while_it_hangs() -> None:
+    service, blobs = registry()
+    manifest = await publish(service, blobs)
+
+    async def hanging(_files: Any) -> tuple[str, ...]:
+        await asyncio.sleep(60)
+        return ()
+
+    blobs.missing = hanging  # type: ignore[method-assign,assignment]
+    store = storage_asked.StorageAsked(blobs, SystemClock(), believed_s=0.0)
+    asks = [
+        asyncio.create_task(store.missing(replace(manifest, model=f"m{n}")))
+        for n in range(storage_asked.ASKED_AT_ONCE_MAX)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="owes 64 answers"):
+        await store.missing(manifest)
+    for ask in asks:
+        ask.cancel()
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ from readyplane_registry.offers import (
 )
 from readyplane_registry.rates import SourcePolicy
 from readyplane_registry.sources import Candidate, Target
+from readyplane_registry.storage_asked import StorageAsked
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +115,10 @@ class Fetching:
         tally: Tally,
         doubt: Callable[[str], None],
     ) -> None:
-        self._manifest_of, self._live, self._blobs = manifest_of, live, blobs
+        self._manifest_of, self._live = manifest_of, live
         self._make_id, self._storage_url = make_id, storage_url
         self._policy, self._tally, self._doubt = policy, tally, doubt
-        self._clock = clock
-        self._whole_until_s: dict[str, float] = {}
+        self._storage_asked = StorageAsked(blobs, clock, believed_s=policy.storage_asked_every_s)
         self._storage_id = sources.STORAGE_PREFIX + name
         # Readers of storage are bounded here when the live store is away.
         self._alone = MemoryLive(clock, weight=policy.ranking.weight)
@@ -242,7 +242,7 @@ class Fetching:
         if not url:
             return NO_BYTES
         try:
-            missing = await self._missing(manifest)
+            missing = await self._storage_asked.missing(manifest)
         except Unavailable as error:
             return str(error)
         if missing:
@@ -256,22 +256,6 @@ class Fetching:
             readers=readers,
             readers_max=self._policy.storage_readers_max,
         )
-
-    async def _missing(self, manifest: Manifest) -> str:
-        """What storage lacks, empty when it lacks nothing.
-
-        An object store is not asked for every file with every plan: that it had all is believed for
-        `storage_asked_every_s`, unless a reader doubts it; that it lacked something never is.
-        """
-        now_s = self._clock.monotonic_s()
-        if self._whole_until_s.get(manifest.digest, 0.0) > now_s:
-            return ""
-        missing = await self._blobs.missing(manifest.files)
-        believed = {d: s for d, s in self._whole_until_s.items() if s > now_s}
-        if not missing and self._policy.storage_asked_every_s > 0:
-            believed[manifest.digest] = now_s + self._policy.storage_asked_every_s
-        self._whole_until_s = believed
-        return missing[0] if missing else ""
 
     # ------------------------------------------------------------------------------- transfers
 
@@ -382,7 +366,7 @@ class Fetching:
         self._tally.count("transfers", tier=tier, outcome=outcome)
         self._tally.count("transferred_bytes", float(transferred_bytes), tier=tier)
         if verdict.outcome == "corrupt" and sources.is_storage(record.source_id):
-            self._whole_until_s.pop(record.digest, None)
+            self._storage_asked.doubt(record.digest)
             self._doubt(record.digest)
         if released.barred:
             self._tally.count("bars", tier=tier, outcome=verdict.outcome)
