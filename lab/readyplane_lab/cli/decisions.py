@@ -11,6 +11,7 @@ from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError
 from readyplane_lab.cli import output
 from readyplane_lab.cli.faults import note
 from readyplane_lab.cli.flags import Json, examples, switch
+from readyplane_lab.cli.held_back import SHUT, not_ordered, shortfalls
 from readyplane_lab.cli.where import PlannerAddress, Where, find, planner_of, run
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ SEARCHED_MAX = 2_000
 BAR_WIDTH = 40
 WHY_MAX = 66
 UNDONE_MAX = 3
-SHUT = ("denied", "dead_end")
-"""Codes of reasons for which something is not ordered."""
 
 
 def decisions(
@@ -50,10 +49,10 @@ def decisions(
 ) -> None:
     """List the planner's decisions, newest first.
 
-    Below a decision stands what came to nothing: orders that were refused, starts that failed, and
-    why.
-    What is not ordered any more, or not now, because it was refused or failed for good, stands below
-    the table with the way out.
+    Below a decision stands what came to nothing: orders that were refused, starts that failed, pools
+    for which nothing was ordered, and why.
+    What is not ordered any more, or not now, because it was refused, failed for good or is held back,
+    stands below the table with the way out.
     """
     if not 1 <= limit <= LIMIT_MAX:
         raise InvalidField("--limit", limit, f"give 1 to {LIMIT_MAX}")
@@ -76,8 +75,13 @@ async def _list(
         except ReadyplaneError as error:
             note(f"what is not ordered now is not shown: {error}")
             return found, None
-    held = state.get("held", ())
-    return found, [f"{h['pool']}: {h['text']}" for h in held if h["code"] in SHUT]
+    return found, shut_lines(state)
+
+
+def shut_lines(state: Mapping[str, Any]) -> list[str]:
+    """What is not ordered now and why, of a planner's state: a line each."""
+    held = [f"{h['pool']}: {h['text']}" for h in state.get("held", ()) if h["code"] in SHUT]
+    return held + [f"{s.pool}: {s.text()}; {s.remedy}" for s in shortfalls(state)]
 
 
 def decisions_table(found: Sequence[Mapping[str, Any]], shut: Sequence[str] | None = None) -> Table:
@@ -112,6 +116,7 @@ def undone_lines(decision: Mapping[str, Any]) -> list[str]:
         f"{whom[0]}{f' and {len(whom) - 1} more' if len(whom) > 1 else ''} {what}: {why}".lstrip()
         for (what, why), whom in alike.items()
     ]
+    lines = [*not_ordered(decision), *lines]
     more = len(lines) - UNDONE_MAX
     if more > 0:
         told = f"{more} more reasons: readyplane explain {decision['decision_id']}"

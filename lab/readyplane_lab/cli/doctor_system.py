@@ -9,6 +9,7 @@ from typing import Any
 
 from readyplane.core.errors import ReadyplaneError, Unavailable
 from readyplane_lab.cli.finding import Finding
+from readyplane_lab.cli.held_back import shortfalls
 from readyplane_lab.cli.where import Where, find, planner_of, within
 
 AREA = "system"
@@ -16,6 +17,7 @@ ANSWER_S_MAX = 5.0
 SKEW_S_MAX = 2.0
 STATE_AGE_S_MAX = 15.0
 WHY_CHARS_MAX = 600
+ADVISED = "this planner only advises: start the workers by hand"
 SERVICES = ("registry", "router", "planner", "gateway")
 
 
@@ -159,7 +161,7 @@ async def _planner(where: Where) -> AsyncIterator[Finding]:
     if state.get("paused"):
         remedy = "let go with `readyplane policy set paused=false`"
         yield Finding(AREA, "planner", "warn", "paused: targets are held", remedy)
-    for finding in (*_dead_ends(state), *_denied(state), *_workers(state)):
+    for finding in (*_short(state), *_dead_ends(state), *_denied(state), *_workers(state)):
         yield finding
 
 
@@ -192,6 +194,20 @@ def _workers(state: dict[str, Any]) -> list[Finding]:
     return found
 
 
+def _short(state: dict[str, Any]) -> list[Finding]:
+    """Pools that are short of ready workers with nothing coming, or whose orders are held back."""
+    return [
+        Finding(
+            AREA,
+            f"{found.pool} workers",
+            "fail" if found.refuses and not state.get("advisory") else "warn",
+            found.text() + ("; every request is refused" * found.refuses),
+            ADVISED if state.get("advisory") else found.remedy,
+        )
+        for found in shortfalls(state)
+    ]
+
+
 def _dead_ends(state: dict[str, Any]) -> list[Finding]:
     """Artifacts of which nothing, or no standby, is ordered any more (B132)."""
     remedy = "publish it again, sign it or name another one; then `readyplane policy again`"
@@ -220,7 +236,7 @@ def _denied(state: dict[str, Any]) -> list[Finding]:
             again = f"it is asked for again in {denied['again_in_s']:.0f} s by itself"
             remedy = f"do what the refusal says; {again}"
             if state.get("advisory"):
-                remedy = "this planner only advises: start the workers by hand"
+                remedy = ADVISED
             found.append(
                 Finding(
                     AREA,
