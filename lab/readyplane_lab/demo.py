@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from readyplane.core.errors import InvalidField
+
 MODEL = "demo"
 MODEL_TAG = "demo:latest"
 WORKER_CLASS = "h200-slow10"
@@ -45,3 +47,14 @@ VLLM_POLICY: Mapping[str, object] = {
     "t_ready_prior": {"p50_s": 60.0, "p90_s": 120.0, "p99_s": 240.0},
     "forecast": {"warmup_s": 60.0},
 }
+
+
+def demo_bytes(model_mb: float) -> int:
+    """Bytes of the demo model's weights, of the megabytes that were asked for.
+
+    Raises:
+        InvalidField: no number from MODEL_MB_MIN to MODEL_MB_MAX.
+    """
+    if not MODEL_MB_MIN <= model_mb <= MODEL_MB_MAX:
+        raise InvalidField("--model-mb", model_mb, f"give {MODEL_MB_MIN} to {MODEL_MB_MAX}")
+    return round(model_mb * 1e6)

@@ -23,7 +23,7 @@ from readyplane_lab.cli.where import (
     registry_of,
     run,
 )
-from readyplane_lab.demo import MODEL, MODEL_MB, MODEL_MB_MAX, MODEL_MB_MIN, MODEL_TAG
+from readyplane_lab.demo import MODEL, MODEL_MB, MODEL_TAG, demo_bytes
 
 if TYPE_CHECKING:
     from readyplane.client import RegistryClient
@@ -129,8 +129,7 @@ def publish(
         raise InvalidField("--model", "", "name the model as requests will")
     if model_mb is not None and not demo:
         raise InvalidField("--model-mb", model_mb, "give it with --demo, only then")
-    if not MODEL_MB_MIN <= (MODEL_MB if model_mb is None else model_mb) <= MODEL_MB_MAX:
-        raise InvalidField("--model-mb", model_mb, f"give {MODEL_MB_MIN} to {MODEL_MB_MAX}")
+    size_bytes = demo_bytes(MODEL_MB if model_mb is None else model_mb)
     if canary is not None and demo:
         raise InvalidField("--canary", str(canary), "leave it out: the demo model has its own")
     for name, value in (("tp", tp), ("pp", pp), ("ep", ep)):
@@ -151,7 +150,6 @@ def publish(
     signer = None if sign_key is None else SigningKey.read(sign_key)
     where = find("registry", "registry_http", registry=registry, registry_http=registry_http)
     if directory is None:
-        size_bytes = round((MODEL_MB if model_mb is None else model_mb) * 1e6)
         facts = Facts(tp=tp, pp=pp, ep=ep)
         published = _publish_demo(where, model, tag, size_bytes, facts, signer=signer)
     else:

@@ -5,6 +5,7 @@ Owns the flags; the work is in `attached`, which is imported when the command ru
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import Annotated
 
@@ -64,7 +65,7 @@ def attach(
     """
     if role not in ROLES:
         raise InvalidField("--role", role, "write one of " + ", ".join(ROLES))
-    if drain_deadline <= 0:
+    if not (math.isfinite(drain_deadline) and drain_deadline > 0):
         raise InvalidField("--drain-deadline", drain_deadline, "give seconds above 0")
     if not url.startswith("http://"):
         raise InvalidField("URL", url, "write http://HOST:PORT of the engine")

@@ -9,6 +9,7 @@ import typer
 
 from readyplane.core.errors import InvalidField
 from readyplane_lab.cli.flags import examples, switch
+from readyplane_lab.demo import demo_bytes
 
 EXAMPLES = examples(
     "readyplane up",
@@ -200,7 +201,7 @@ def up(
         redis_url=redis_url,
         page_port=page_port,
         gateway_port=gateway_port,
-        model_bytes=round(model_mb * 1e6),
+        model_bytes=demo_bytes(model_mb),
         engine=engine,
         model_dir=model,
         vllm_bin=vllm_bin,

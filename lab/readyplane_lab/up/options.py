@@ -10,7 +10,7 @@ from pathlib import Path
 
 from readyplane.core.errors import InvalidField
 from readyplane.core.identity import parse
-from readyplane_lab.demo import MODEL_MB_MAX, MODEL_MB_MIN
+from readyplane_lab.demo import demo_bytes
 
 ENGINES = ("modelled", "vllm")
 
@@ -69,11 +69,12 @@ class UpOptions:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise InvalidField(f"--{name.removesuffix('_rps')}", value, "give a number above 0")
-        if self.duration_s is not None and not self.duration_s > 0:
-            raise InvalidField("--duration", self.duration_s, "give seconds above 0")
-        if not MODEL_MB_MIN <= self.model_bytes / 1e6 <= MODEL_MB_MAX:
-            remedy = f"give {MODEL_MB_MIN} to {MODEL_MB_MAX}"
-            raise InvalidField("--model-mb", self.model_bytes / 1e6, remedy)
+        lasts_s = self.duration_s
+        if lasts_s is not None and not (math.isfinite(lasts_s) and lasts_s > 0):
+            raise InvalidField("--duration", lasts_s, "give seconds above 0, or leave it out")
+        if self.seed < 0:
+            raise InvalidField("--seed", self.seed, "give 0 or more")
+        demo_bytes(self.model_bytes / 1e6)
         if not 2 <= self.workers_max <= 64:
             raise InvalidField("--workers-max", self.workers_max, "give 2 to 64")
         for name in ("page_port", "gateway_port"):
