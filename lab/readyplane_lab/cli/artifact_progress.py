@@ -21,8 +21,23 @@ LINE_EVERY_S = 5.0
 JOIN_S_MAX = 10.0
 
 
+WAITS = ("ask", "check")
+"""Phases in which nothing is read or sent here: the registry and its byte store have to answer."""
+
+
 def line(step: Progress, *, elapsed_s: float) -> str:
-    """One line about a phase: bytes of all, rate, and seconds left at that rate."""
+    """One line about a phase: bytes of all, rate, and seconds left at that rate; or who is waited for."""
+    if step.phase == "check":
+        return (
+            "check: waiting for the registry, which looks at what its byte store holds of "
+            f"{output.size(step.total_bytes)} before it takes the name"
+        )
+    if step.phase == "ask":
+        return (
+            "ask: waiting for the registry's byte store to say whether it holds "
+            f"{step.file}; it has answered for {output.size(step.done_bytes)} of "
+            f"{output.size(step.total_bytes)}"
+        )
     told = f"{step.phase}: {output.size(step.done_bytes)} of {output.size(step.total_bytes)}"
     if elapsed_s <= 0 or step.done_bytes == 0:
         return told
@@ -87,13 +102,14 @@ class Lines:
             told = line(step, elapsed_s=now_s - self._began_s)
             still_s = now_s - self._moved_s
             if still_s >= LINE_EVERY_S:
-                told += f"; nothing has moved for {still_s:.0f} s"
+                quiet = "no answer" if step.phase in WAITS else "nothing has moved"
+                told += f"; {quiet} for {still_s:.0f} s"
             print(told, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _bars() -> Iterator[Callable[[Progress], None]]:
-    """One bar for hashing and one for uploading, gone at the end."""
+    """A bar for hashing, one for asking what is there, one for uploading, gone at the end."""
     from rich import progress
 
     bar = progress.Progress(
@@ -109,7 +125,9 @@ def _bars() -> Iterator[Callable[[Progress], None]]:
 
     def moved(step: Progress) -> None:
         if step.phase not in tasks:
-            tasks[step.phase] = bar.add_task(step.phase, total=step.total_bytes)
+            words = {"ask": "ask the byte store", "check": "await registry"}
+            name = words.get(step.phase, step.phase)
+            tasks[step.phase] = bar.add_task(name, total=step.total_bytes)
         bar.update(tasks[step.phase], completed=step.done_bytes, total=step.total_bytes)
 
     with bar:

@@ -62,7 +62,14 @@ HOLD_NAMES_MAX = 5_000
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a publication is: `phase` is hash or upload, bytes are of all files together."""
+    """How far a publication is; bytes are of all files together.
+
+    Attributes:
+        phase: `hash`, `ask` (which files the byte store holds already; `done_bytes` are those it has
+            answered for), `upload` (of what it does not hold) or `check` (the registry looks at its
+            stored bytes before it takes the name; nothing is known to be done).
+        file: that is read, asked for or sent; empty for all.
+    """
 
     phase: str
     file: str
@@ -179,10 +186,12 @@ async def publish_directory(
     paths = {name: path for name, (path, _size) in checkpoint.files.items()}
     async with _held(registry, manifest):
         uploaded = await _upload(manifest, paths, sink, progress)
+        _tell(progress, Progress("check", "", 0, manifest.size_bytes))
         try:
             digest, created = await registry.publish_manifest(manifest.document())
         except BytesMissing:  # what was stored before had rotted, and was taken out just now
             uploaded += await _upload(manifest, paths, sink, progress)
+            _tell(progress, Progress("check", "", 0, manifest.size_bytes))
             digest, created = await registry.publish_manifest(manifest.document())
     if checkpoint.origin.fields():
         await registry.record_origin(digest, checkpoint.origin.fields())
@@ -254,7 +263,7 @@ async def _upload(
     sink: ByteSink,
     progress: Callable[[Progress], None] | None,
 ) -> int:
-    wanted = {f.sha256: f for f in manifest.files if not await sink.has(f.sha256, f.size_bytes)}
+    wanted = await _wanted(manifest, sink, progress)
     total = sum(entry.size_bytes for entry in wanted.values())
     done = 0
     gate = asyncio.Semaphore(UPLOADS_MAX)
@@ -263,8 +272,7 @@ async def _upload(
         def moved(count: int) -> None:
             nonlocal done
             done += count
-            if progress is not None:
-                progress(Progress("upload", entry.path, done, total))
+            _tell(progress, Progress("upload", entry.path, done, total))
 
         async with gate:
             try:
@@ -284,6 +292,25 @@ async def _upload(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return total
+
+
+async def _wanted(
+    manifest: Manifest, sink: ByteSink, progress: Callable[[Progress], None] | None
+) -> dict[str, FileEntry]:
+    """Files that the sink does not hold, by digest; told of before each question is asked."""
+    wanted: dict[str, FileEntry] = {}
+    answered = 0
+    for entry in manifest.files:
+        _tell(progress, Progress("ask", entry.path, answered, manifest.size_bytes))
+        if not await sink.has(entry.sha256, entry.size_bytes):
+            wanted[entry.sha256] = entry
+        answered += entry.size_bytes
+    return wanted
+
+
+def _tell(progress: Callable[[Progress], None] | None, step: Progress) -> None:
+    if progress is not None:
+        progress(step)
 
 
 def build_manifest(
@@ -337,8 +364,7 @@ def manifest_of(
         def read(count: int, name: str = name) -> None:
             nonlocal done
             done += count
-            if progress is not None:
-                progress(Progress("hash", name, done, total))
+            _tell(progress, Progress("hash", name, done, total))
 
         with _opened(path) as descriptor:
             size, sha256, chunks = hash_file(
