@@ -135,6 +135,17 @@ def test_a_flip_is_in_one_pool_at_a_time(
     assert names("decode", observation, memory) == {decode: ["w"]}
 
 
+def act_on(observation: Observation, memory: Memory) -> Memory:
+    """The memory after a decision that wants what is there."""
+    memory = not_draining(observation, memory)
+    pools = tuple(
+        census(n, observation, plan(), memory, now_s=NOW_S) for n in ("prefill", "decode")
+    )
+    verdicts = (Verdict(len(pools[0].ready)), Verdict(len(pools[1].ready)))
+    acted = act(observation, plan(), memory, (pools[0], pools[1]), verdicts, [], "d-1", now_s=NOW_S)
+    return acted.memory
+
+
 def test_a_flip_leaves_no_drain_behind() -> None:
     """The same worker id serves again: a drain that were remembered would end it."""
     memory = told("w", "flip", "decode")
@@ -328,6 +339,22 @@ async def test_an_activation_that_was_lost_is_told_again() -> None:
     assert states(run.world, D).count("ready") == 2
     started = [o for o in run.world.provisions if o.role is D and not o.standby]
     assert len(started) == 1, "told twice, counted once"
+
+
+def test_a_drain_is_of_one_process_and_not_of_its_name() -> None:
+    """Who left by itself and was started again under its name has not been told to leave."""
+    memory = replace(Memory(), served=("w",))
+    first = view("w", P, DRAINING, incarnation="w/1")
+    leaves = act_on(seen(first), memory)
+    assert [name for name, _ in leaves.draining] == ["w"]
+    # The same process, which the router shows as ready: what it was told is lost, and told again.
+    same = act_on(seen(view("w", P, incarnation="w/1", epoch=9)), leaves)
+    assert [name for name, _ in same.draining] == ["w"]
+    assert census("prefill", seen(first), plan(), same, now_s=NOW_S).draining
+    observation = seen(view("w", P, incarnation="w/2", epoch=10))
+    other = act_on(observation, same)
+    assert other.draining == () and other.draining_as == ()
+    assert names("prefill", observation, other) == {"ready": ["w"]}
 
 
 @pytest.mark.parametrize("flip", [True, False])

@@ -7,7 +7,7 @@ bookkeeping that keeps an order from being counted twice or forgotten.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from readyplane.core.startup import StartQuantiles
@@ -402,6 +402,16 @@ def _remember(
         memory,
         orders=orders,
         draining=tuple(sorted(draining.items())),
+        draining_as=_incarnations(draining, observation, memory),
         served=served[-SERVED_MAX:],
         suspects=tuple(sorted(suspects.items())),
     )
+
+
+def _incarnations(
+    draining: Container[str], observation: Observation, memory: Memory
+) -> tuple[tuple[str, str], ...]:
+    """Which process each of these ids meant when it began to drain, as far as one was seen."""
+    seen = {w.worker_id: w.incarnation for w in observation.workers}
+    found = seen | dict(memory.draining_as)
+    return tuple(sorted((name, process) for name, process in found.items() if name in draining))

@@ -151,13 +151,24 @@ def arrives_soon(age_s: float, quantiles: StartQuantiles) -> float | None:
 def not_draining(observation: Observation, memory: Memory) -> Memory:
     """A drain that was not taken is no drain: the worker counts as it stands, ready (B35).
 
-    Nor is a worker told any more what it has done, or would not do.
+    Nor is one of a process that is gone, when another one serves under its name: nobody has told
+    that one to leave. Nor is a worker told any more what it has done, or would not do.
     """
     memory = fast.settled(observation, memory)
-    refused = {r.worker_id for r in observation.refused}
-    if not refused:
+    drained = dict(memory.draining_as)
+    over = {r.worker_id for r in observation.refused}
+    over |= {
+        w.worker_id
+        for w in observation.workers
+        if drained.get(w.worker_id, w.incarnation) != w.incarnation
+    }
+    if not over:
         return memory
-    return replace(memory, draining=tuple(d for d in memory.draining if d[0] not in refused))
+    return replace(
+        memory,
+        draining=tuple(d for d in memory.draining if d[0] not in over),
+        draining_as=tuple(d for d in memory.draining_as if d[0] not in over),
+    )
 
 
 def census(

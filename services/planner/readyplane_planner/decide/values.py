@@ -281,7 +281,7 @@ class Memory:
 
     Attributes:
         work_p, work_d: forecast series; apart_p, apart_d: the same with top clients apart.
-        orders: open. draining: (worker id, since).
+        orders: open. draining: (worker id, since); draining_as: (worker id, incarnation) of these.
         served: ids that were ready once, so that a lost lease is not taken for a start.
         suspects: (worker id, since): no lease or no progress although an allocation runs.
         denied: classes whose orders are refused. lives: (pool, seconds) that the workers given up
@@ -306,6 +306,7 @@ class Memory:
     guard_d: PoolMemory = field(default_factory=PoolMemory)
     orders: tuple[OpenOrder, ...] = ()
     draining: tuple[tuple[str, float], ...] = ()
+    draining_as: tuple[tuple[str, str], ...] = ()
     served: tuple[str, ...] = ()
     suspects: tuple[tuple[str, float], ...] = ()
     generation: Generation = field(default_factory=Generation)
