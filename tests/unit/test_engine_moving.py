@@ -170,7 +170,8 @@ async def test_what_is_not_carried_is_missed(lost: str) -> None:
         expected, _ = await whole(a, **fields)
         first = begin(a, request_id="r-1", **fields)
         while len(first.text) < 5:
-            await asyncio.sleep(0.005)
+            first.some.clear()
+            await asyncio.wait_for(first.some.wait(), 10)
         told = a.move_out("r-1")
         assert told is not None
         if lost == "draws":
