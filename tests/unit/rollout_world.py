@@ -27,6 +27,8 @@ from readyplane_planner.rollout.values import Phase
 OLD, NEW, THIRD = (f"sha256:{letter * 64}" for letter in "abc")
 TICK_S = 1.0
 
+FAULT = "canary: token 3 is 17, not 4"
+
 
 @dataclass
 class Box:
@@ -195,6 +197,7 @@ class Fleet:
             pending_max=8,
             failed=self.lost[place].count(goal),
             came=self.came[place].count(goal),
+            fault=FAULT if goal in self.lost[place] else "",
         )
 
     def _mixed(self) -> bool:

@@ -10,7 +10,7 @@ from readyplane_planner import rollout
 from readyplane_planner.rollout import RESTING, Asked, Rules, Tally, health
 from readyplane_planner.rollout.table import TABLE, Event, follow
 from readyplane_planner.rollout.values import ACTIVE, HELD, Evidence, Phase
-from tests.unit.rollout_world import NEW, OLD, THIRD, Fleet
+from tests.unit.rollout_world import FAULT, NEW, OLD, THIRD, Fleet
 
 QUICK = Rules(samples_min=20, verify_s=5.0, patience_s=60.0)
 
@@ -145,6 +145,31 @@ def test_starts_that_fail_roll_back_or_pause_as_the_policy_says() -> None:
     paused.fails = set()
     asked(paused, "resume")
     assert paused.until(Phase.DONE).count(NEW) == (2, 2)
+
+
+def test_why_it_was_rolled_back_is_told_for_as_long_as_it_is() -> None:
+    fleet = rolling(fails={NEW}).until(Phase.ROLLED_BACK)
+    told = fleet.state.reason
+    assert "starts of generation 2" in told and f"the last by: {FAULT}" in told
+    assert "; nobody but generation 1" in told, "and how it ended"
+    fleet.run(50)
+    assert fleet.state.reason == told
+    asked(fleet, "go")
+    fleet.fails = set()
+    fleet.until(Phase.DONE)
+    assert not fleet.state.cause and FAULT not in fleet.state.reason, (
+        "another roll-out, another why"
+    )
+
+
+def test_a_roll_back_that_was_held_and_let_go_on_keeps_its_reason() -> None:
+    fleet = rolling(2, 2, share={NEW: 0.6}).until(Phase.ROLLING_BACK)
+    cause = fleet.state.reason
+    asked(fleet, "pause")
+    fleet.until(Phase.PAUSED)
+    asked(fleet, "resume", 2)
+    fleet.until(Phase.ROLLED_BACK)
+    assert fleet.state.reason.startswith(f"{cause}; "), fleet.state.reason
 
 
 def test_unknown_is_neither_good_nor_bad_and_pauses_after_its_bound() -> None:

@@ -240,6 +240,16 @@ async def test_one_that_attains_less_is_rolled_back_and_the_record_says_why() ->
     assert found["decision"]["rollout"]["phase"] == "rolling_back"
 
 
+async def test_status_after_a_roll_back_says_which_starts_failed_and_by_what() -> None:
+    run, names = await serving()
+    run.world.doom = lambda order: "canary" if order.manifest_digest == TWO.digest else ""
+    names.known["stable"] = TWO
+    await until(run, "rolled_back")
+    await run.step(20)
+    why = (await run.service.upgrades.show())["reason"]
+    assert "starts of generation 2" in why and "the last by: it ended: canary" in why
+
+
 async def test_a_surge_that_is_refused_backs_off_and_is_nobodys_failed_start() -> None:
     run, names = await serving(patience_s=60.0)
     asked: list[str] = []

@@ -18,6 +18,7 @@ from readyplane_planner.rollout import Facts, Member, Side, Stage, Tally
 from readyplane_planner.signals import Observation, WorkerView
 
 Both = tuple[Pool, Pool]
+FAULT_CHARS_MAX = 400
 
 
 def turn(
@@ -111,6 +112,11 @@ def _side(
     ordered = {o.worker_id for o in memory.orders if o.digest == memory.rollout.goal.digest}
     lost = {*pool.failed, *(c.worker_id for c in pool.overdue)}
     refused = {r.worker_id for r in observation.refused}
+    ended = (lost & ordered) - refused
+    # One that ended for good has left the fleet by then, and its words are kept apart.
+    whys = {w.worker_id: w.failure for w in observation.workers if w.failure}
+    whys |= {e.worker_id: e.why for e in observation.dead_ends if e.why}
+    faults = (whys[name] for name in sorted(ended) if name in whys)
     limits = plan.pool(pool.name).limits
     return Side(
         members=tuple(members),
@@ -124,7 +130,8 @@ def _side(
         waits=now_s < memory.guard(pool.name).retry_s
         or denials.shut(memory, pool.name, plan.pool(pool.name).names, now_s=now_s) is not None,
         gpus=limits.gpus,
-        failed=len((lost & ordered) - refused),
+        failed=len(ended),
+        fault=next(faults, "")[:FAULT_CHARS_MAX],
         came=len(ordered & {w.worker_id for w in pool.ready}),
     )
 

@@ -197,6 +197,7 @@ def _watched(state: Rollout, seen: Seen) -> tuple[Rollout, Finding | None]:
         evidence=evidence,
         idle_since_s=idle_since_s,
         failures=(failures[0], failures[1]),
+        fault=next((side.fault for side in seen.sides if side.fault), state.fault),
     )
     serving = seen.serving(goal).get(goal, [0, 0])
     came = (seen.old(goal) + seen.leaving(goal), sum(serving))
@@ -216,6 +217,9 @@ def _entered(state: Rollout, event: Event, why: str, seen: Seen) -> Rollout:
     if following is None:
         return state
     now_s, left = seen.now_s, state.phase
+    if left is Phase.ROLLING_BACK and following in {Phase.ROLLED_BACK, Phase.FAILED}:
+        # Why it went back is what a person asks later; how that ended comes after it.
+        why = f"{state.cause or state.reason}; {why}"
     state = replace(state, phase=following, reason=why, since_s=now_s, progress_s=now_s, best=None)
     if event is Event.BEGIN:
         return _begun(state, left, seen)
@@ -231,7 +235,13 @@ def _entered(state: Rollout, event: Event, why: str, seen: Seen) -> Rollout:
         )
     if following is Phase.ROLLING_BACK:
         return replace(
-            state, failures=(0, 0), waived=False, rejected=state.to.digest, evidence=Evidence()
+            state,
+            failures=(0, 0),
+            waived=False,
+            rejected=state.to.digest,
+            evidence=Evidence(),
+            cause=state.cause or why,
+            fault="",
         )
     if following in {Phase.DONE, Phase.ROLLED_BACK}:
         evidence = health.swapped(state.evidence, seen.rules)
@@ -267,6 +277,8 @@ def _begun(state: Rollout, left: Phase, seen: Seen) -> Rollout:
         rejected="" if state.rejected == wanted else state.rejected,
         failures=(0, 0),
         evidence=health.renewed(state.evidence),
+        fault="",
+        cause="",
     )
     if left in RESTING and not seen.old(wanted):
         text = "no worker of another generation is there"

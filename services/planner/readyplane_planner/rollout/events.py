@@ -130,7 +130,8 @@ def _troubles(state: Rollout, seen: Seen, finding: Finding) -> tuple[str, str] |
     for place, count in enumerate(state.failures):
         if count >= rules.starts_failed_max:
             pool = ("prefill", "decode")[place]
-            return "starts", f"{count} {pool} starts of {short(state.goal)} failed in a row"
+            last = f", the last by: {state.fault}" if state.fault else ""
+            return "starts", f"{count} {pool} starts of {short(state.goal)} failed in a row{last}"
     going_back = state.phase is Phase.ROLLING_BACK
     if finding.health is Health.UNHEALTHY and not going_back:
         return "attainment", finding.text

@@ -117,6 +117,8 @@ class Rollout:
         rejected: an artifact that was rolled back: not tried again until somebody asks.
         asked: id of the last wish of a person that was followed.
         failures: starts of the generation that is ordered which failed in a row, by pool.
+        fault: what the last of them failed by, as its agent said it; empty when none told.
+        cause: why it goes or went back; empty as long as it did not.
     """
 
     phase: Phase = Phase.IDLE
@@ -136,6 +138,8 @@ class Rollout:
     asked: str = ""
     failures: tuple[int, int] = (0, 0)
     evidence: Evidence = Evidence()
+    fault: str = ""
+    cause: str = ""
 
     @property
     def goal(self) -> Generation:
@@ -175,7 +179,8 @@ class Side:
     Attributes:
         target: what the pool shall have. grow, shrink: what the guard lets it gain or lose now.
         leaving: artifacts of those who drain. waits: orders are backing off.
-        gpus: of one worker. failed, came: starts of the ordered generation lost or ready just now.
+        gpus: of one worker. failed, came: starts of the ordered generation lost or ready just now;
+        fault: what one of those that were lost failed by, where its agent told.
     """
 
     members: tuple[Member, ...]
@@ -190,6 +195,7 @@ class Side:
     gpus: int = 1
     failed: int = 0
     came: int = 0
+    fault: str = ""
 
 
 Sides = tuple[Side, Side]
