@@ -16,6 +16,9 @@ NOT_WHOLE = "its bytes are not whole"
 NO_BYTES = "this registry serves no bytes"
 OWN_REQUESTS = "its own requests take"
 
+WHY_HEADER = "X-Readyplane-Why"
+"""On an HTTP answer without bytes: why, for whoever reads bytes and no error documents."""
+
 
 class SegmentName(StrEnum):
     """The segments of R6.1, the arena's memory and what comes later, in their usual order."""

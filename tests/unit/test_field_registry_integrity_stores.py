@@ -12,15 +12,20 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from obstore.store import S3Store
 
 from readyplane.core.errors import InvalidField, Overloaded, Refused, Unavailable
 from readyplane.core.identity import Manifest
 from readyplane.core.startup import WeightTier
+from readyplane.kit.auth import TokenCheck
 from readyplane.kit.clock import SystemClock
+from readyplane.kit.http import make_app
 from readyplane.ports import Source
+from readyplane_agent import ranges
 from readyplane_registry import blob_objects, ingest, storage_asked
+from readyplane_registry.blob_http import BlobRoutes
 from readyplane_registry.blob_objects import ObjectBlobs
 from readyplane_registry.blobs import MemoryBlobs
 from readyplane_registry.fetching import NoTally, RegistryPolicy
@@ -324,6 +329,30 @@ async def test_a_store_that_hangs_keeps_no_plan_from_a_peer(
     await asyncio.sleep(0.1)
     late = await service.plan_fetch(manifest.digest, node="", **ME)
     assert len(late.sources) == 2 and asked == 1
+
+
+async def test_who_reads_bytes_learns_which_store_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, blobs = registry()
+    manifest = await publish(service, blobs)
+
+    async def away(_sha256: str) -> int | None:
+        raise Unavailable("s3://blobs cannot be asked (no answer", "look at\nthe store)")
+
+    monkeypatch.setattr(blobs, "length", away)
+    app = make_app("registry", TokenCheck(""), set(), lambda: (True, ""))
+    app.include_router(BlobRoutes(service, blobs, NoTally()).router)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://registry") as client:
+        path = f"/v1/blobs/{DIGEST.replace(':', '/')}"
+        answer = await client.get(path, headers={"Range": "bytes=0-9"})
+        whole = await client.head(path)
+    assert whole.status_code == answer.status_code == 503
+    head = {"": f"HTTP/1.1 {answer.status_code}"} | dict(answer.headers)
+    fault = ranges.refused(head, manifest.files[0])
+    assert fault is not None and fault.kind == "busy"
+    assert fault.detail.startswith(
+        "answered 503: s3://blobs cannot be asked (no answer; look at the"
+    )
 
 
 async def test_a_store_is_not_asked_about_ever_more_artifacts_while_it_hangs() -> None:

@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit
 
 from readyplane.core.errors import Unsupported
 from readyplane.core.identity import FileEntry
+from readyplane.core.startup import WHY_HEADER
 from readyplane.kit.clock import Clock
 from readyplane_agent.offering import DRAINING, PAUSED, READER, echoed
 
@@ -327,7 +328,9 @@ def refused(head: Mapping[str, str], entry: FileEntry) -> Fault | None:
 
 
 def _said(head: Mapping[str, str]) -> str:
-    return f"answered {status(head)}" + (", it leaves" if DRAINING.lower() in head else "")
+    why = head.get(WHY_HEADER.lower(), "")
+    leaves = ", it leaves" if DRAINING.lower() in head else ""
+    return f"answered {status(head)}{leaves}{f': {why}' if why else ''}"
 
 
 def _judge(head: Mapping[str, str], entry: FileEntry, start: int, size: int) -> Fault | None:

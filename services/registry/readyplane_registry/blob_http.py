@@ -18,8 +18,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError
+from readyplane.core.errors import InvalidField, NotFound, ReadyplaneError, Unavailable
 from readyplane.core.identity import FileEntry
+from readyplane.core.startup import WHY_HEADER
+from readyplane.kit.http import error_response
 from readyplane_registry.blobs import ByteStore, not_stored
 from readyplane_registry.fetching import Tally
 from readyplane_registry.service import RegistryService
@@ -27,6 +29,7 @@ from readyplane_registry.service import RegistryService
 PRESIGNED_TTL_S = 900.0
 INDEXES_CACHED_MAX = 64
 OCTETS = "application/octet-stream"
+WHY_CHARS_MAX = 200
 
 
 def wanted_range(header: str, size_bytes: int) -> tuple[int, int] | None:
@@ -194,6 +197,18 @@ class BlobRoutes:
         return held
 
     async def _answer(
+        self, sha256: str, request: Request, *, size_bytes: int | None = None
+    ) -> Response:
+        """As `_bytes`; a byte store that is away is named in the head too, where agents look."""
+        try:
+            return await self._bytes(sha256, request, size_bytes=size_bytes)
+        except Unavailable as error:
+            answer = error_response(error)
+            said = " ".join(str(error).split())[:WHY_CHARS_MAX]
+            answer.headers[WHY_HEADER] = said.encode("ascii", "replace").decode()
+            return answer
+
+    async def _bytes(
         self, sha256: str, request: Request, *, size_bytes: int | None = None
     ) -> Response:
         """One blob or a range of it; `size_bytes` when the manifest tells it.
