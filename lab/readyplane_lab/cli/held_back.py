@@ -80,7 +80,7 @@ def shortfalls(state: Mapping[str, Any]) -> list[Shortfall]:
     came to a dead end) is left out; so is one whose workers are coming and whose orders nobody holds.
     """
     found = []
-    for name, pool in state["pools"].items():
+    for name, pool in (state.get("pools") or {}).items():
         held = [(h["code"], h["text"]) for h in state.get("held", ()) if h["pool"] in (name, "")]
         reasons = tuple(each for each in held if each[0] in REMEDIES)
         if state.get("paused"):
