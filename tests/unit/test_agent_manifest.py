@@ -60,11 +60,14 @@ async def test_a_name_becomes_a_digest(flags: tuple[str, ...], asked: str) -> No
     assert (found.manifest, names.asked) == (DIGEST, [asked])
 
 
-async def test_a_registry_that_is_away_is_waited_for_within_a_bound() -> None:
+async def test_a_registry_that_is_away_is_waited_for_within_a_bound(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clock = Hours()
     names = Names([Unavailable("the registry is away", "wait")] * 3)
     found = await with_digest(settings(), names, clock)  # type: ignore[arg-type]
     assert found.manifest == DIGEST and 50.0 < clock.now_s < 60.0
+    assert [r.message for r in caplog.records if "the registry is away" in r.message][2:], "said"
     names = Names([Unavailable("the registry is away", "wait")] * 1000)
     with pytest.raises(Unavailable):
         await with_digest(settings(), names, clock)  # type: ignore[arg-type]

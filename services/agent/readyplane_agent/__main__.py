@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import logging
 import os
 import random
 import secrets
@@ -35,6 +36,8 @@ from readyplane_agent.settings import AgentSettings, WrongSetting, parse
 from readyplane_agent.spans import export_start
 from readyplane_agent.trace import StartTrace, process_start_s
 from readyplane_agent.vouching import check_trust_file
+
+log = logging.getLogger("agent")
 
 NAME_S_MAX = 60.0
 """How long a registry that is away is waited for when only a name was given."""
@@ -147,9 +150,13 @@ async def with_digest(
     while True:
         try:
             found = await registry.resolve(settings.manifest or settings.model)
-        except Unavailable:
-            if clock.monotonic_s() + pause_s > until_s:
+        except Unavailable as error:
+            left_s = until_s - clock.monotonic_s()
+            if pause_s > left_s:
                 raise
+            log.warning(
+                "what the name means is not known yet, asked for %.0f s more: %s", left_s, error
+            )
             await clock.sleep(pause_s)
             pause_s = min(5.0, pause_s * 2)
         else:
