@@ -9,7 +9,7 @@ import pytest
 
 from readyplane.core.errors import NoPair, NotFound, Unavailable
 from readyplane.core.work import RequestShape
-from readyplane.core.worker import CheckResult, Holds, Role, WorkerState
+from readyplane.core.worker import CheckResult, Holds, Role, Worker, WorkerState
 from readyplane_lab.cli.change import why_over
 from tests.unit.cli_world import (
     CLUSTER,
@@ -179,10 +179,69 @@ def test_who_waits_for_a_standby_is_told_what_for_and_when_its_start_has_failed(
     assert "d-1-bbbb is standby, told to serve: canary" in said.err
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_word_stands_while_the_router_is_silent_and_the_lease_is_lost(
+    cli: Terminal, router: FakeRouter, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    """The router is silent, the worker is gone and forgotten for a moment, then it serves."""
+    monkeypatch.setattr("readyplane_lab.cli.change.SILENT_EVERY_S", 0.01)
+    there = worker(
+        "d-1-bbbb", WorkerState.STANDBY, Role.DECODE, holds=Holds.PROCESS, told="activate"
+    )
+    silent = Unavailable("the router did not answer in time", "ask again")
+    looks: list[Worker | Unavailable | None] = [
+        there,
+        there,
+        silent,
+        silent,
+        replace(there, state=WorkerState.GONE, told=""),
+        None,
+        replace(there, epoch=9, state=WorkerState.PROVISIONED),
+        replace(there, epoch=9, state=WorkerState.READY, told=""),
+    ]
+
+    def look(number: int) -> None:
+        now = looks[min(number, len(looks)) - 1]
+        router.error = now if isinstance(now, Unavailable) else None
+        if not isinstance(now, Unavailable):
+            router.now = fleet(*([] if now is None else [now]))
+
+    router.on_look = look
+    words = ("--json",) if as_json else ()
+    said = cli("activate", "d-1", "--wait", *words, *CLUSTER)
+    assert said.code == 0 and router.looks == len(looks)
+    assert said.err.count("the router does not answer, the word stands") == 1
+    assert said.err.count("d-1-bbbb has lost its lease, and was standby before") == 1
+    assert "at most 930 s" in said.err
+
+
+def test_who_waits_to_the_end_is_told_that_it_did_not_come_back_or_nobody_answers(
+    cli: Terminal, router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = iter(range(0, 10_000, 5))
+    monkeypatch.setattr(
+        "readyplane.kit.clock.SystemClock.monotonic_s", lambda _self: float(next(now_s))
+    )
+    monkeypatch.setattr("readyplane_lab.cli.change.SILENT_EVERY_S", 0.01)
+    there = fleet(worker("d-1-bbbb", WorkerState.STANDBY, Role.DECODE))
+    router.on_look = lambda n: setattr(router, "now", there if n == 1 else fleet())
+    said = cli("activate", "d-1", "--deadline", "9", "--wait", *CLUSTER)
+    assert (
+        said.code == 1 and "it has lost its lease" in said.err and "did not come back" in said.err
+    )
+    router.looks, router.now = 0, there
+    away = Unavailable("the router is away", "ask again")
+    router.on_look = lambda n: setattr(router, "error", away if n > 1 else None)
+    said = cli("activate", "d-1", "--deadline", "9", "--wait", *CLUSTER)
+    assert said.code == 3 and "error the router is away" in said.err
+
+
 @pytest.mark.parametrize(
     ("now", "why"),
     [
-        (None, "it has left"),
+        (None, ""),
+        ({"gone": "drained by a person"}, "it was drained and has left (drained by a person)"),
+        ({"gone": ""}, ""),
         ({"told": ""}, "the word was not followed in time"),
         ({"incarnation": "other"}, "another process of that name"),
         ({}, ""),
@@ -194,6 +253,8 @@ def test_nothing_is_waited_for_that_cannot_come(now: dict[str, str] | None, why:
     if now is not None:
         offer = replace(last.offer, incarnation=now.get("incarnation", last.offer.incarnation))
         seen = replace(last, told=now.get("told", last.told), offer=offer)
+        if "gone" in now:
+            seen = replace(seen, state=WorkerState.GONE, drain_reason=now["gone"])
     assert why_over(last, last, seen).startswith(why) and bool(why_over(last, last, seen)) == bool(
         why
     )

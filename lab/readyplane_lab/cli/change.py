@@ -19,7 +19,9 @@ from readyplane_lab.cli.workers import living, match, worker_row
 
 if TYPE_CHECKING:
     from readyplane.client import RouterClient
+    from readyplane.core.errors import Unavailable
     from readyplane.core.worker import Worker
+    from readyplane.kit.clock import Clock
 
 ACTIVATE_EXAMPLES = examples(
     "readyplane activate d-4-9f2c", "readyplane activate d-4-9f2c --wait --json"
@@ -30,6 +32,7 @@ FLIP_EXAMPLES = examples(
 )
 STAGES = ("prefill", "decode")
 EVERY_S = 0.1
+SILENT_EVERY_S = 1.0
 MORE_S = 30.0
 ACTIVATE_S = 60.0
 LOAD_S = 900.0
@@ -58,6 +61,7 @@ def activate(
 
     One that holds a process only loads first, which takes most of a start.
     Standbys are kept by the policy (`prefill.standby`, `decode.standby`).
+    --wait goes on while the router does not answer or the worker has lost its lease: the word stands.
     """
 
     async def tell(client: RouterClient, worker_id: str) -> Worker:
@@ -128,23 +132,10 @@ async def _change(
         before = known[worker_id]
         if deadline_s is None:
             deadline_s = LOAD_S if _is_bare(before) else ACTIVATE_S
-        began_s = clock.monotonic_s()
-        now = await tell(router, worker_id)
-        serves, ended, said = done(now), "", ""
-        while wait and not (serves or ended):
-            if clock.monotonic_s() - began_s >= deadline_s + MORE_S:
-                break
-            await clock.sleep(EVERY_S)
-            found = (await router.list_workers()).workers.get(worker_id)
-            ended = why_over(before, now, found)
-            now = now if found is None else found
-            serves = not ended and done(now)
-            if not (serves or ended or as_json) and said != (step := step_of(now, what)):
-                said = step
-                took_s = clock.monotonic_s() - began_s
-                line = f"{took_s:6.1f} s  {step}, at most {deadline_s + MORE_S:.0f} s"
-                output.console(stderr=True).print(output.cell(line), soft_wrap=True)
-    took_s = clock.monotonic_s() - began_s
+        watch = Watch(before, await tell(router, worker_id), done, what, clock, deadline_s + MORE_S)
+        while wait and not watch.over():
+            await watch.look(router, quiet=as_json)
+    now, serves, took_s = watch.now, watch.serves, watch.waited_s()
     if as_json:
         told = serves if wait else None
         output.emit({"worker": worker_row(now), "done": told, "waited_s": took_s})
@@ -153,11 +144,92 @@ async def _change(
     elif not wait:
         output.say(f"{worker_id} is told to {what}")
     if wait and not serves:
+        watch.refuse()
+
+
+class Watch:
+    """Waits until a worker does as it was told, for `limit_s` at most.
+
+    A router that does not answer, and a worker that is not seen while its lease is lost, end no
+    wait: the word stands until its deadline, and the worker may follow it meanwhile or under its
+    next lease. Both are said on stderr.
+    """
+
+    def __init__(
+        self,
+        before: Worker,
+        now: Worker,
+        done: Callable[[Worker], bool],
+        what: str,
+        clock: Clock,
+        limit_s: float,
+    ) -> None:
+        self.now, self.serves = now, done(now)
+        self._before, self._done, self._what = before, done, what
+        self._clock, self._limit_s = clock, limit_s
+        self._began_s = clock.monotonic_s()
+        self._ended, self._said = "", ""
+        self._silent: Unavailable | None = None
+        self._away_s: float | None = None
+
+    def waited_s(self) -> float:
+        """Seconds since it was told."""
+        return self._clock.monotonic_s() - self._began_s
+
+    def over(self) -> bool:
+        """Whether nothing is to be waited for any more."""
+        return self.serves or bool(self._ended) or self.waited_s() >= self._limit_s
+
+    async def look(self, router: RouterClient, *, quiet: bool) -> None:
+        """Look once, after a moment; `quiet`: say nothing but that somebody is not there."""
+        from readyplane.core.errors import Unavailable
+
+        await self._clock.sleep(EVERY_S if self._silent is None else SILENT_EVERY_S)
+        try:
+            found = (await router.list_workers()).workers.get(self._before.worker_id)
+        except Unavailable as error:
+            self._silent = error
+            self._say("the router does not answer, the word stands: asked again")
+            return
+        self._silent = None
+        self._ended = why_over(self._before, self.now, found)
+        if self._ended:
+            self.now = self.now if found is None else found
+            return
+        if found is None or str(found.state) == "gone":
+            self._away_s = self.waited_s() if self._away_s is None else self._away_s
+            self._say(
+                f"{self._before.worker_id} has lost its lease, and was {self.now.state} before: it "
+                "may come back and follow the word"
+            )
+            return
+        self._away_s, self.now, self.serves = None, found, self._done(found)
+        if not (self.serves or quiet):
+            self._say(step_of(found, self._what))
+
+    def refuse(self) -> None:
+        """Raises Refused: why it does not serve. Raises Unavailable: the router is silent still."""
+        if self._silent is not None:
+            raise self._silent
+        took_s = self.waited_s()
+        why = f"it is {self.now.state} {took_s:.0f} s after it was told to {self._what}"
+        if self._away_s is not None:
+            why = (
+                f"it has lost its lease {took_s - self._away_s:.0f} s ago and did not come back; it "
+                f"was {self.now.state} before"
+            )
         raise Refused(
-            f"change of {worker_id}",
-            [ended or f"it is {now.state} {took_s:.0f} s after it was told to {what}"],
+            f"change of {self._before.worker_id}",
+            [self._ended or why],
             "look at it with `readyplane workers`",
         )
+
+    def _say(self, text: str) -> None:
+        """On stderr, once in a row."""
+        if text != self._said:
+            self._said = text
+            line = f"{self.waited_s():6.1f} s  {text}, at most {self._limit_s:.0f} s"
+            output.console(stderr=True).print(output.cell(line), soft_wrap=True)
 
 
 def _is_bare(worker: Worker) -> bool:
@@ -169,14 +241,20 @@ def why_over(before: Worker, last: Worker, now: Worker | None) -> str:
     """Why nothing is to be waited for any more; empty while there is.
 
     Args:
-        before: as it was told. last, now: the looks before and of now; None: the router forgot it.
+        before: as it was told. last, now: the last look at it alive, and the one of now; None: the
+            router does not know it, as after a lost lease.
     """
     seen = last if now is None else now
     failure = seen.progress.failure if seen.progress is not None else ""
     if failure:
         return f"its start has failed: {failure}"
-    if now is None or str(now.state) == "gone":
-        return f"it has left, and was {last.state} before; it said no more than that"
+    if now is None:
+        return ""
+    if str(now.state) == "gone":
+        # Without a drain it is a lease that was lost: the same process may come under the next one.
+        asked = now.draining_s is not None or bool(now.drain_reason)
+        why = f" ({now.drain_reason})" if now.drain_reason else ""
+        return f"it was drained and has left{why}, and was {last.state} before" if asked else ""
     if now.offer.incarnation != before.offer.incarnation:
         return "another process of that name has taken its place"
     if last.told and not now.told and str(now.state) == "standby":
