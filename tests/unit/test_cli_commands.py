@@ -194,7 +194,7 @@ def test_a_word_stands_while_the_router_is_silent_and_the_lease_is_lost(
         there,
         silent,
         silent,
-        replace(there, state=WorkerState.GONE, told=""),
+        replace(there, state=WorkerState.GONE, told="", drain_reason="its lease expired"),
         None,
         replace(there, epoch=9, state=WorkerState.PROVISIONED),
         replace(there, epoch=9, state=WorkerState.READY, told=""),
@@ -211,7 +211,7 @@ def test_a_word_stands_while_the_router_is_silent_and_the_lease_is_lost(
     said = cli("activate", "d-1", "--wait", *words, *CLUSTER)
     assert said.code == 0 and router.looks == len(looks)
     assert said.err.count("the router does not answer, the word stands") == 1
-    assert said.err.count("d-1-bbbb has lost its lease, and was standby before") == 1
+    assert said.err.count("d-1-bbbb is gone (its lease expired), and was standby before") == 1
     assert "at most 930 s" in said.err
 
 
@@ -226,9 +226,7 @@ def test_who_waits_to_the_end_is_told_that_it_did_not_come_back_or_nobody_answer
     there = fleet(worker("d-1-bbbb", WorkerState.STANDBY, Role.DECODE))
     router.on_look = lambda n: setattr(router, "now", there if n == 1 else fleet())
     said = cli("activate", "d-1", "--deadline", "9", "--wait", *CLUSTER)
-    assert (
-        said.code == 1 and "it has lost its lease" in said.err and "did not come back" in said.err
-    )
+    assert said.code == 1 and "it is gone for" in said.err and "did not come back" in said.err
     router.looks, router.now = 0, there
     away = Unavailable("the router is away", "ask again")
     router.on_look = lambda n: setattr(router, "error", away if n > 1 else None)
@@ -241,7 +239,8 @@ def test_who_waits_to_the_end_is_told_that_it_did_not_come_back_or_nobody_answer
     [
         (None, ""),
         ({"gone": "drained by a person"}, "it was drained and has left (drained by a person)"),
-        ({"gone": ""}, ""),
+        ({"gone": "", "why": "its lease expired"}, ""),
+        ({"gone": "a flip", "told": "flip"}, ""),
         ({"told": ""}, "the word was not followed in time"),
         ({"incarnation": "other"}, "another process of that name"),
         ({}, ""),
@@ -254,7 +253,13 @@ def test_nothing_is_waited_for_that_cannot_come(now: dict[str, str] | None, why:
         offer = replace(last.offer, incarnation=now.get("incarnation", last.offer.incarnation))
         seen = replace(last, told=now.get("told", last.told), offer=offer)
         if "gone" in now:
-            seen = replace(seen, state=WorkerState.GONE, drain_reason=now["gone"])
+            seen = replace(
+                seen,
+                state=WorkerState.GONE,
+                drain_reason=now["gone"] or now["why"],
+                draining_s=100.0 if now["gone"] else None,
+            )
+            last = replace(last, told=seen.told)
     assert why_over(last, last, seen).startswith(why) and bool(why_over(last, last, seen)) == bool(
         why
     )

@@ -168,7 +168,7 @@ class Watch:
         self._before, self._done, self._what = before, done, what
         self._clock, self._limit_s = clock, limit_s
         self._began_s = clock.monotonic_s()
-        self._ended, self._said = "", ""
+        self._ended, self._said, self._gone = "", "", ""
         self._silent: Unavailable | None = None
         self._away_s: float | None = None
 
@@ -198,12 +198,15 @@ class Watch:
             return
         if found is None or str(found.state) == "gone":
             self._away_s = self.waited_s() if self._away_s is None else self._away_s
+            self._gone = self._gone or ("" if found is None else found.drain_reason)
+            why = self._gone or "the router does not know it"
             self._say(
-                f"{self._before.worker_id} has lost its lease, and was {self.now.state} before: it "
-                "may come back and follow the word"
+                f"{self._before.worker_id} is gone ({why}), and was {self.now.state} before: it may "
+                "come back under its next lease and follow the word"
             )
             return
-        self._away_s, self.now, self.serves = None, found, self._done(found)
+        self._away_s, self._gone = None, ""
+        self.now, self.serves = found, self._done(found)
         if not (self.serves or quiet):
             self._say(step_of(found, self._what))
 
@@ -215,8 +218,8 @@ class Watch:
         why = f"it is {self.now.state} {took_s:.0f} s after it was told to {self._what}"
         if self._away_s is not None:
             why = (
-                f"it has lost its lease {took_s - self._away_s:.0f} s ago and did not come back; it "
-                f"was {self.now.state} before"
+                f"it is gone for {took_s - self._away_s:.0f} s and did not come back "
+                f"({self._gone or 'the router does not know it'}); it was {self.now.state} before"
             )
         raise Refused(
             f"change of {self._before.worker_id}",
@@ -251,10 +254,11 @@ def why_over(before: Worker, last: Worker, now: Worker | None) -> str:
     if now is None:
         return ""
     if str(now.state) == "gone":
-        # Without a drain it is a lease that was lost: the same process may come under the next one.
-        asked = now.draining_s is not None or bool(now.drain_reason)
-        why = f" ({now.drain_reason})" if now.drain_reason else ""
-        return f"it was drained and has left{why}, and was {last.state} before" if asked else ""
+        # Without a drain it is a lease that was lost, and a flip is a drain that ends in another
+        # lease: the same process may come under the next one.
+        drained = now.draining_s is not None and last.told != "flip"
+        why = now.drain_reason or "no reason is told"
+        return f"it was drained and has left ({why}), and was {last.state} before" * drained
     if now.offer.incarnation != before.offer.incarnation:
         return "another process of that name has taken its place"
     if last.told and not now.told and str(now.state) == "standby":
