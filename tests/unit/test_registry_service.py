@@ -215,7 +215,7 @@ async def test_a_store_whose_bytes_rotted_is_no_source_until_they_are_published_
 ) -> None:
     """B115: the wrong bytes are neither served nor taken for present, and a good copy heals it."""
     files = FileBlobs(tmp_path)
-    world.registry._blobs = world.registry._fetching._blobs = files
+    world.registry._blobs = world.registry._fetching._storage_asked._blobs = files
     data = bytes(range(200))
 
     async def upload() -> None:
