@@ -51,7 +51,9 @@ async def peer(
         arena.close()
 
 
-def make(art: Artifact, registry: TwinRegistry, *sources: Source) -> tuple[Loader, Arena, Any]:
+def make(
+    art: Artifact, registry: TwinRegistry, *sources: Source, **more: Any
+) -> tuple[Loader, Arena, Any]:
     registry.sources = list(sources)
     arena = Arena(art.manifest)
     load = Loader(
@@ -61,6 +63,7 @@ def make(art: Artifact, registry: TwinRegistry, *sources: Source) -> tuple[Loade
         reader=Reader("w9", "w9-x", "n"),
         trace=StartTrace(CLOCK, process_start_s=CLOCK.monotonic_s()),
         limit_s=20.0,
+        **more,
     )
     return load, arena, [RankedSource(s, 1.0, "") for s in sources]
 

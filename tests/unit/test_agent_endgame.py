@@ -1,6 +1,7 @@
 """The last chunks of a load: a slow source does not hold it up to its limit, and nothing is mixed up."""
 
 import asyncio
+import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -17,7 +18,9 @@ from readyplane_agent.arena import Arena
 from readyplane_agent.chunk_order import COMING, MISSING, VERIFIED, Held
 from readyplane_agent.endgame import (
     ENDGAME_CHUNKS_MAX,
+    STORE_SILENT_S,
     Lent,
+    in_vain,
     quiet_s,
     second,
     slow,
@@ -28,7 +31,7 @@ from readyplane_agent.pipeline import Pipeline
 from readyplane_agent.ranges import Fault, HttpReader
 from readyplane_agent.source_use import SourceUse
 from tests.unit.agent_twins import Artifact, TwinRegistry, artifact, serving, source
-from tests.unit.peer_world import given_by, make
+from tests.unit.peer_world import CLOCK, given_by, make
 
 # ---------------------------------------------------------------------------- the verdict
 
@@ -341,3 +344,202 @@ async def test_peers_that_hang_together_do_not_keep_a_load_from_the_store(
     assert given["storage:1"] == art.manifest.size_bytes
     assert fetched.again_bytes <= ENDGAME_CHUNKS_MAX * art.manifest.chunk_bytes
     arena.close()
+
+
+# ---------------------------------------------------------------------------- room in the budget
+
+
+@pytest.mark.parametrize("chunks_of_room", [4, 1])
+@pytest.mark.parametrize("then", ["stay frozen", "thaw", "thaw and lie"])
+async def test_peers_that_hang_together_do_not_keep_their_room_in_the_budget(
+    monkeypatch: pytest.MonkeyPatch, then: str, chunks_of_room: int
+) -> None:
+    """What three were asked for fills the budget: the store that is asked beside them gets room."""
+    monkeypatch.setattr(loader_module, "PLAN_EVERY_S", 0.1)
+    monkeypatch.setattr(loader_module, "STORE_LATE_S", 0.6)
+    monkeypatch.setattr("readyplane_agent.endgame.STALLED_AFTER_S", 0.3)
+    monkeypatch.setattr("readyplane_agent.endgame.ENDGAME_AFTER_S", 0.3)
+    hold, asked = threading.Event(), threading.Event()
+
+    def stop(path: str, start: int, count: int, data: bytes) -> bytes | None:
+        if count <= 2:
+            return None
+        (hold if then == "stay frozen" else asked).wait(30)
+        return bytes(len(data)) if then == "thaw and lie" else None
+
+    def tell(path: str, start: int, count: int, data: bytes) -> None:
+        if count >= 8:  # the room that is left would do for a short chunk or two
+            asked.set()
+
+    art = artifact(floats=400_000)
+    with ExitStack() as rooms:
+        peers = [rooms.enter_context(serving(art.files, stop)) for _ in range(3)]
+        store = rooms.enter_context(serving(art.files, tell))
+        told = [
+            source(peer.url, f"peer:w{n}", WeightTier.L1_HOST, worker_id=f"w{n}")
+            for n, peer in enumerate(peers)
+        ]
+        limit_bytes = chunks_of_room * art.manifest.chunk_bytes
+        load, arena, plan = make(
+            art, TwinRegistry(), *told, source(store.url), staging_bytes=limit_bytes
+        )
+        begun_s = time.monotonic()
+        fetched = await load.run(plan)
+        took_s = time.monotonic() - begun_s
+        hold.set()
+    assert took_s < 20, "these sources may be silent for 60 s"
+    assert all(bytes(arena.view(p)) == d for p, d in art.files.items())
+    assert sum(given_by(fetched).values()) == art.manifest.size_bytes, "nothing is placed twice"
+    assert 0 < fetched.staging_peak_bytes <= limit_bytes
+    left = [use for use in fetched.uses if use.fault and "others need its room" in str(use.fault)]
+    assert left and all(use.source_id != "storage:1" for use in left)
+    arena.close()
+
+
+@given(
+    silent=st.dictionaries(st.sampled_from("abcs"), st.lists(st.floats(0, 100), max_size=4)),
+    usual_s=st.floats(0, 10),
+)
+@settings(max_examples=80, deadline=None)
+def test_room_is_taken_only_from_who_is_silent_on_every_connection(
+    silent: dict[str, list[float]], usual_s: float
+) -> None:
+    limit_s = max(2.0, 4 * usual_s)
+    found = in_vain(silent, asks="a", stores=["s"], usual_s=usual_s)
+    if found is not None:
+        assert found != "a" and silent[found]
+        assert min(silent[found]) > (max(limit_s, STORE_SILENT_S) if found == "s" else limit_s)
+        assert all(seconds <= limit_s for seconds in silent.get("a", ()))
+    elif all(seconds <= limit_s for seconds in silent.get("a", ())):
+        assert all(not of or min(of) <= limit_s for name, of in silent.items() if name in "bc")
+
+
+class Silent(HttpReader):
+    """A connection that reads, of which the last byte came so long ago."""
+
+    reads = True
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("http://127.0.0.1:1/x", clock=Hands())
+        self.seconds, self.ended = seconds, False
+
+    def silent_s(self) -> float:
+        return self.seconds
+
+    def close(self) -> None:
+        self.ended = True
+
+
+def starved(*silent_s: float, now_s: float = 3.0) -> tuple[Fanout, list[Silent], bool]:
+    """A source with so many chunks on its way, another that has no room; whether the first is left."""
+    clock, arena = Hands(), Arena(ART.manifest)
+    fanout = Fanout(arena, clock=clock, incarnation="w", stop=threading.Event())
+    first = fanout.join("first", gone=threading.Event(), whole=True)
+    readers = [Silent(seconds) for seconds in silent_s]
+    assert all(fanout.take(first, reader) for reader in readers)
+    clock.now_s = now_s
+    other = fanout.join("other", gone=threading.Event(), whole=True)
+    chunk = fanout.take(other, HttpReader("http://127.0.0.1:1/x", clock=clock))
+    assert chunk is not None and fanout.short(other, chunk), "it waits on"
+    assert first.gone.is_set() == fanout.hung("first") == bool(first.hung)
+    return fanout, readers, first.gone.is_set()
+
+
+def test_a_source_that_moves_keeps_its_room_however_slow_it_is() -> None:
+    for silent_s, now_s in (((3.0, 0.4, 3.0), 3.0), ((1.5, 1.5), 3.0), ((1.5,), 1.5)):
+        _, readers, left = starved(*silent_s, now_s=now_s)
+        assert not left and not any(reader.ended for reader in readers)
+
+
+def test_who_was_left_for_his_silence_has_one_chunk_to_prove_himself() -> None:
+    fanout, readers, left = starved(3.0, 2.5)
+    assert left and all(reader.ended for reader in readers)
+    for number in [n for n, (one, _) in fanout._lent.items() if one.source_id == "first"]:
+        side = fanout._sides["first"]
+        assert not fanout._gives(side)
+        fanout.done(side, fanout._arena.chunks[number], Fault("dead", "closed"))
+    fanout.leave("first")
+    again = fanout.join("first", gone=threading.Event(), whole=True)
+    chunk = fanout.take(again, Silent(0.0))
+    assert chunk is not None and fanout.take(again, Silent(0.0)) is None
+    fanout._arena.mark(*chunk)
+    fanout.done(again, chunk, None)
+    assert not fanout.hung("first")
+    assert fanout.take(again, Silent(0.0)) and fanout.take(again, Silent(0.0))
+
+
+async def test_a_chunk_that_waits_for_room_is_handed_over_to_who_has_brought_it() -> None:
+    """Room for one: who brought the last chunk beside holds it, and the first waits for just that."""
+    slow_one, other = Scripted(ART), Scripted(ART)
+    load = Load(slow_one, other)
+    size = max(load.arena.span(*chunk)[1] for chunk in load.arena.chunks)
+    load.pipeline.budget.limit_bytes = size
+    held = load.arena.missing()[:-1]
+    for path, index in held:
+        start, length = load.arena.span(path, index)
+        with load.arena.window(path, index) as window:
+            window[:] = ART.files[path][start : start + length]
+        load.arena.mark(path, index)
+    assert load.pipeline.budget.take(size, stop=load.stop)
+    first = load.begin("slow")
+    while not load.fanout._lent:
+        await asyncio.sleep(0.002)
+    load.clock.now_s = 1.5
+    second_one = load.begin("other")
+    while not load.fanout._doubled:
+        await asyncio.sleep(0.002)
+    number = next(iter(load.fanout._doubled))
+    with load.fanout._changed:
+        load.fanout._claimed.add(number)  # as if its bytes were here: the first lets go
+    async with asyncio.timeout(10):
+        while number in load.fanout._lent:
+            await asyncio.sleep(0.002)
+    load.pipeline.budget.give(size)
+    async with asyncio.timeout(10):
+        await asyncio.gather(first, second_one)
+    assert load.arena.complete
+    assert all(bytes(load.arena.view(p)) == d for p, d in ART.files.items())
+    load.arena.close()
+
+
+def test_how_long_a_connection_is_silent_is_seen_from_another_thread() -> None:
+    """One call receives the whole chunk; what the kernel has seen of it meanwhile counts."""
+    moves, ends = threading.Event(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def dribble() -> None:
+            peer, _ = door.accept()
+            with peer:
+                peer.recv(4096)
+                size = len(next(iter(ART.files.values())))
+                peer.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n".encode())
+                moves.wait(20)
+                while not ends.wait(0.02):
+                    peer.sendall(b"x")
+
+        path, data = next(iter(ART.files.items()))
+        entry = next(one for one in ART.manifest.files if one.path == path)
+        reader = HttpReader(f"http://127.0.0.1:{door.getsockname()[1]}/x", clock=CLOCK)
+        assert reader.silent_s() is None and not reader.reads
+        giving = threading.Thread(target=dribble)
+        reading = threading.Thread(
+            target=reader.read_into, args=(entry, 0, memoryview(bytearray(len(data))))
+        )
+        giving.start()
+        reading.start()
+
+        def until(low: float, high: float) -> None:
+            limit_s = time.monotonic() + 20
+            while not low < (reader.silent_s() or 0.0) < high:
+                assert time.monotonic() < limit_s, reader.silent_s()
+                time.sleep(0.01)
+
+        until(0.4, 20)
+        moves.set()
+        until(0.0, 0.3)
+        assert reader.reads
+        ends.set()
+        reader.close()
+        giving.join(20)
+        reading.join(20)
+        assert not reader.reads

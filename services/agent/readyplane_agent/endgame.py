@@ -8,7 +8,7 @@ read twice is counted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from readyplane_agent.chunk_order import COMING, MISSING, Held
@@ -21,6 +21,8 @@ ENDGAME_AFTER_S = 1.0
 ENDGAME_USUAL = 4.0
 # Nothing was given for so long, at any time of a load: somebody else is asked for what is left.
 STALLED_AFTER_S = 2.0
+# A store may have to fetch first: so long its silence holds room that another source waits for.
+STORE_SILENT_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,35 @@ def quiet_s(lent: Iterable[Lent], *, gave_s: float, now_s: float, usual_s: float
 def _if_long(seconds: float, usual_s: float) -> float:
     """So many seconds without anything, 0 while that is not long."""
     return seconds if seconds > max(STALLED_AFTER_S, ENDGAME_USUAL * usual_s) else 0.0
+
+
+def in_vain(
+    silent: Mapping[str, Sequence[float]],
+    *,
+    asks: str,
+    stores: Collection[str],
+    usual_s: float,
+) -> str | None:
+    """The source to be left because its reads hold room in the byte budget and nothing comes.
+
+    The one that has said nothing for longest, and only where none of its reads moves, so that a
+    slow source keeps its room. Who hangs himself may not ask for this.
+
+    Args:
+        silent: source -> for each of its connections, seconds since it got or asked for something.
+        asks: the source that a chunk is to come from and that has no room for it.
+        stores: those of the sources that are byte stores.
+    """
+
+    def hangs_s(name: str) -> float:
+        quietest = min(silent[name], default=0.0)
+        return quietest if name not in stores or quietest > STORE_SILENT_S else 0.0
+
+    if any(_if_long(seconds, usual_s) for seconds in silent.get(asks, ())):
+        return None
+    others = {name: _if_long(hangs_s(name), usual_s) for name in silent if name != asks}
+    found = max(others, key=lambda name: others[name], default=None)
+    return found if found is not None and others[found] else None
 
 
 def second(

@@ -26,6 +26,7 @@ from readyplane_agent.chunk_order import (
 )
 from readyplane_agent.endgame import (
     Lent,
+    in_vain,
     quiet_s,
     second,
     slow,
@@ -71,6 +72,7 @@ class Fanout:
         self._lent: dict[int, tuple[Lent, RangeReader | None]] = {}
         self._doubled: dict[int, Beside] = {}
         self._claimed: set[int] = set()
+        self._hung: set[str] = set()
         self._usual_s = 0.0
         self._gave_s = -math.inf
         self.doubles = 0
@@ -119,6 +121,9 @@ class Fanout:
         with self._changed:
             others = [s.held for s in self._sides.values() if s is not side and self._gives(s)]
             order = self._order if side.held.progress is None else side.ready
+            if self._on_trial(side):
+                self._changed.wait(WAIT_S)
+                return None
             found = next_chunk(order, arena.progress, side.held, others)
             if found is None:
                 found = self._second(side, reader)
@@ -142,6 +147,7 @@ class Fanout:
         with self._changed:
             if fault is None:
                 self._gave_s = self.now_s()
+                self._hung.discard(side.source_id)
             beside = self._doubled.get(number)
             if beside is not None and beside.side is side:
                 del self._doubled[number]
@@ -199,12 +205,82 @@ class Fanout:
         """Whether chunks may be left to this source: it stays, and does not hang."""
         lent = [one for one, _ in self._lent.values() if one.source_id == side.source_id]
         hangs = stalled_s(lent, now_s=self.now_s(), usual_s=self._usual_s)
-        return not side.draining and not hangs
+        left = side.gone.is_set() or side.source_id in self._hung
+        return not (side.draining or hangs or left)
+
+    # ------------------------------------------------------------------- room in the byte budget
+
+    def short(self, side: Side, chunk: tuple[str, int]) -> bool:
+        """A chunk of this source finds no room: one that holds room and gives nothing is left.
+
+        Only while the whole load gets nothing. Its connections are closed, so that its threads
+        give their room back and its chunks are missing again; one source at a time.
+
+        Returns:
+            False when somebody else has brought the chunk: whoever waits for room lets go of it.
+        """
+        number = self._number[chunk]
+        with self._changed:
+            beside = self._doubled.get(number)
+            claimed = number in self._claimed and beside is not None and beside.side is not side
+            if claimed or self._arena.progress[number] == VERIFIED:
+                return False
+            found = self._in_vain(side)
+        for reader in found:
+            reader.close()
+        return True
+
+    def _in_vain(self, side: Side) -> list[HttpReader]:
+        """The connections that are to be closed so that this source gets room."""
+        me, usual_s = side.source_id, self._usual_s
+        lent = [one for one, _ in self._lent.values()]
+        if not quiet_s(lent, gave_s=self._gave_s, now_s=self.now_s(), usual_s=usual_s):
+            return []
+        if me in self._hung:
+            return []
+        reads = self._reads()
+        silent = {
+            name: [s for r in of if (s := r.silent_s()) is not None and (r.reads or name != me)]
+            for name, of in reads.items()
+        }
+        stores = [name for name, one in self._sides.items() if one.held.storage]
+        found = in_vain(silent, asks=me, stores=stores, usual_s=usual_s)
+        hung = self._sides.get(found or "")
+        if found is None or hung is None:
+            return []
+        hung.hung = f"not a byte for {min(silent[found]):.0f} s, and others need its room"
+        hung.gone.set()
+        self._hung.add(found)
+        return reads[found]
+
+    def hung(self, source_id: str) -> bool:
+        """Whether it was left because it gave nothing and held room, and has given nothing since."""
+        with self._changed:
+            return source_id in self._hung
+
+    def _reads(self) -> dict[str, list[HttpReader]]:
+        """Source -> its connections that have a chunk to bring, of those where one reads now."""
+        found: dict[str, list[HttpReader]] = {}
+        lent = [(one.source_id, reader) for one, reader in self._lent.values()]
+        beside = [(one.side.source_id, one.reader) for one in self._doubled.values()]
+        for source_id, reader in (*lent, *beside):
+            if isinstance(reader, HttpReader):
+                found.setdefault(source_id, []).append(reader)
+        return {name: of for name, of in found.items() if any(reader.reads for reader in of)}
+
+    def _on_trial(self, side: Side) -> bool:
+        """Whether this source hung in this load and still owes the one chunk it was asked for."""
+        return side.source_id in self._hung and any(
+            one.source_id == side.source_id for one, _ in self._lent.values()
+        )
 
     def beside(self, side: Side, chunk: tuple[str, int]) -> bool:
-        """Whether a chunk that was taken is to be brought beside another source."""
+        """Whether a chunk that was taken is to be brought beside another source; it has room now."""
         found = self._doubled.get(self._number[chunk])
-        return found is not None and found.side is side
+        if found is None or found.side is not side:
+            return False
+        found.since_s = self.now_s()  # the wait for room was not its fault
+        return True
 
     def claim(self, side: Side, chunk: tuple[str, int]) -> bool:
         """The right bytes of such a chunk are here: whether its place is ours to write now.
@@ -233,7 +309,7 @@ class Fanout:
         return slow(lent, self._arena.progress, now_s=self.now_s(), usual_s=self._usual_s)
 
     def _second(self, side: Side, reader: RangeReader | None) -> int | None:
-        if side.vain:
+        if side.vain or side.source_id in self._hung:
             return None
         self._leave_vain(side)
         found = second(
@@ -323,6 +399,7 @@ class Side:
         held: what it was last known to hold. useful_s: when it last gave something.
         ready: of a source that still loads, what it has verified and we had not, as it came.
         vain: it was asked for one of the last chunks beside another, and gave nothing.
+        hung: why it was left with its room in the byte budget, empty while it is not.
         lost: it does not say any more what it holds. draining: it has said that it leaves. bytes_per_s: how fast it may be read, 0 for no bound.
     """
 
@@ -334,6 +411,7 @@ class Side:
     draining: bool = False
     lost: bool = False
     vain: bool = False
+    hung: str = ""
     bytes_per_s: float = 0.0
     paid_until_s: float = 0.0
     asked_s: float = -1e9
@@ -373,6 +451,10 @@ class Side:
     def claim(self, chunk: tuple[str, int]) -> bool:
         """See `Todo`."""
         return self.fanout.claim(self, chunk)
+
+    def short(self, chunk: tuple[str, int]) -> bool:
+        """See `Todo`."""
+        return self.fanout.short(self, chunk)
 
     def now_s(self) -> float:
         """The load's clock."""

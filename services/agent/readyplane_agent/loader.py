@@ -50,6 +50,8 @@ PLAN_EVERY_MAX_S = 5.0
 # A source that failed or had nothing is not asked again for so long, doubled each time.
 REST_S = 0.5
 REST_MAX_S = 8.0
+# One that was left because it held room and gave nothing rests at least so long: others are asked.
+REST_HUNG_S = 4.0
 # So long a load waits for a place at peers that are full before it asks storage.
 PLACE_WAIT_S = 2.0
 PLACE_TURN_S = 0.05
@@ -426,6 +428,8 @@ class Loader:
             rest_s = (
                 REST_S if use.bytes_read or stalled else min(REST_MAX_S, max(REST_S, rest_s * 2))
             )
+            if self._fanout.hung(source.source_id):
+                rest_s = max(REST_HUNG_S, rest_s)
             if kind == "busy":
                 rest_s = PLACE_TURN_S  # others have come first: the next plan says whom to ask
             crowd.turned_away = use.turned_away and not source.worker_id

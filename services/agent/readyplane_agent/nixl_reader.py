@@ -90,6 +90,11 @@ class NixlReader(HttpReader):
     def __init__(self, url: str, *, way: SharedWay, **more: Any) -> None:
         super().__init__(url, **more)
         self._way = way
+        self._aside = False
+
+    def silent_s(self) -> float | None:
+        """See `HttpReader`; nobody can say it of bytes that come over NIXL."""
+        return 0.0 if self._aside else super().silent_s()
 
     def offered(self) -> str | Fault:
         """What the source tells of its NIXL agent, or why it tells nothing."""
@@ -127,12 +132,15 @@ class NixlReader(HttpReader):
         )
         if fault is not None:
             return fault
+        self._aside = True
         try:
             fault = way.read(found[-1], to, len(into), cut=self._cut)
         except Ended as error:
             if self._cut.is_set() or self._closed.is_set():
                 return Fault("dead", CUT)
             return Fault("dead", f"{entry.path}: {error}")
+        finally:
+            self._aside = False
         if fault is None:
             self._way.nixl_bytes += len(into)
         return fault

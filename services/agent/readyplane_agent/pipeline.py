@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from readyplane.core.errors import InvalidField, ReadyplaneError
@@ -27,6 +28,7 @@ from readyplane_agent.source_use import SourceUse
 
 STALL_S = 120.0
 STALL_CHECK_S = 1.0
+TURN_S = 0.1
 LEFT = Fault("busy", "left before it was asked")
 
 
@@ -47,6 +49,10 @@ class Todo(Protocol):
 
     def claim(self, chunk: tuple[str, int]) -> bool:
         """The bytes of such a chunk are right: whether its place may be written now."""
+        ...
+
+    def short(self, chunk: tuple[str, int]) -> bool:
+        """A chunk that was taken waits for room in the byte budget; False to let go of it."""
         ...
 
 
@@ -74,6 +80,10 @@ class InOrder:
     def claim(self, chunk: tuple[str, int]) -> bool:  # noqa: ARG002
         """See `Todo`."""
         return False
+
+    def short(self, chunk: tuple[str, int]) -> bool:  # noqa: ARG002
+        """See `Todo`: the chunks before this one are its own, and come."""
+        return True
 
 
 def staging_share(
@@ -115,13 +125,20 @@ class StagingBudget:
         self._used = 0
         self._freed = threading.Condition()
 
-    def take(self, size: int, *, stop: threading.Event) -> bool:
-        """Wait for `size` bytes; False when `stop` was set first."""
+    def take(
+        self, size: int, *, stop: threading.Event, short: Callable[[], bool] | None = None
+    ) -> bool:
+        """Wait for `size` bytes; False when `stop` was set first, or `short` said so at a turn."""
+        while not self._took(size):
+            if stop.is_set() or (short is not None and not short()):
+                return False
+        return True
+
+    def _took(self, size: int) -> bool:
+        """Take it now or within a turn."""
         with self._freed:
-            while self._used + size > self.limit_bytes:
-                if stop.is_set():
-                    return False
-                self._freed.wait(0.1)
+            if not self._freed.wait_for(lambda: self._used + size <= self.limit_bytes, TURN_S):
+                return False
             self._used += size
             self.peak_bytes = max(self.peak_bytes, self._used)
             return True
@@ -293,9 +310,11 @@ class Pipeline:
             fault: Fault | None = LEFT
             won = True
             try:
-                if self.budget.take(size, stop=gone):
+                if self.budget.take(size, stop=gone, short=partial(todo.short, chunk)):
                     try:
-                        if todo.beside(chunk):
+                        if gone.is_set():
+                            pass  # a source that is left gets no room that was waited for
+                        elif todo.beside(chunk):
                             fault, won = self._beside(reader, todo, use, chunk)
                         else:
                             fault = self._chunk(reader, *chunk, start)

@@ -31,6 +31,8 @@ CHUNK_LIMIT_S = 60.0
 # Without a single byte for this long a source hangs; longer than a peer's pause before it cuts off.
 SILENT_LIMIT_S = 8.0
 CUT = "somebody else brought it"
+# Where `tcp_info` of Linux says how long ago the last segment with data came, in milliseconds.
+LAST_DATA_OFFSET = 52
 # Answers after which the connection is used again.
 STAYS = frozenset({"early", "paused"})
 
@@ -112,6 +114,8 @@ class HttpReader:
         self._socket: socket.socket | None = None
         self._closed = threading.Event()
         self._cut = threading.Event()
+        self._asked_s: float | None = None
+        self._ended_s: float | None = None
         self.draining = False
 
     def read_into(self, entry: FileEntry, start: int, into: memoryview) -> Fault | None:
@@ -151,6 +155,30 @@ class HttpReader:
         self._cut.set()
         self._wake()
 
+    @property
+    def reads(self) -> bool:
+        """Whether it has asked for something and not got all of it."""
+        return self._asked_s is not None
+
+    def silent_s(self) -> float | None:
+        """Seconds since it got or asked for something, for another thread; None before it did.
+
+        The reading thread sits in one call for a whole chunk, so the kernel is asked when data
+        came last. Where it does not tell: 0, since nobody is called silent on a guess.
+        """
+        asked_s, connection, now_s = self._asked_s, self._socket, self._clock.monotonic_s()
+        if asked_s is None:
+            return None if self._ended_s is None else now_s - self._ended_s
+        since_s = now_s - asked_s
+        if connection is None:
+            return since_s
+        try:
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_DATA_OFFSET + 4)
+            (last_ms,) = struct.unpack_from("<I", told, LAST_DATA_OFFSET)
+        except (OSError, struct.error):
+            return 0.0
+        return min(since_s, float(last_ms) / 1000)
+
     def resume(self) -> None:
         """Read on after a cut; by the thread that reads, between two chunks."""
         self._cut.clear()
@@ -187,7 +215,8 @@ class HttpReader:
         return fault
 
     def _attempt(self, head: str, judge: Judge, into: memoryview) -> Fault | None:
-        until_s = self._clock.monotonic_s() + self._limit_s
+        self._asked_s = self._clock.monotonic_s()
+        until_s = self._asked_s + self._limit_s
         try:
             connection = self._connected()
             connection.sendall(f"{head}{self._lines}".encode())
@@ -207,6 +236,8 @@ class HttpReader:
         except OSError as error:
             self._drop()
             return Fault("gone", f"{self._host}:{self._port}: {error.strerror or error}")
+        finally:
+            self._ended_s, self._asked_s = self._clock.monotonic_s(), None
 
     def _echo(self, head: Mapping[str, str]) -> Fault | None:
         """The source's side of the handshake, judged before a byte of the body is taken."""
@@ -242,6 +273,8 @@ class HttpReader:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             self._socket = connection
+            if self._closed.is_set():  # meanwhile
+                raise OSError("the load was stopped")
         return self._socket
 
     def _head(

@@ -188,6 +188,8 @@ class Reading:
         finally:
             renewing.cancel()
             self._fanout.leave(source.source_id)
+        if side is not None and side.hung and use.fault is None:
+            use.fault = Fault("slow", side.hung)
         if side is not None and side.lost and use.fault is None:
             use.fault = Fault("dead", "it does not say any more what it holds")
         took_s = self._clock.monotonic_s() - start_s
