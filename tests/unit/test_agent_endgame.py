@@ -543,3 +543,17 @@ def test_how_long_a_connection_is_silent_is_seen_from_another_thread() -> None:
         giving.join(20)
         reading.join(20)
         assert not reader.reads
+
+
+def test_a_chunk_that_somebody_brought_while_it_waited_for_room_is_not_asked_for() -> None:
+    path, data = next(iter(ART.files.items()))
+    entry = next(one for one in ART.manifest.files if one.path == path)
+    with serving(ART.files) as peer:
+        reader = HttpReader(peer.url, clock=CLOCK)
+        reader.cut()
+        into = memoryview(bytearray(min(len(data), ART.manifest.chunk_bytes)))
+        fault = reader.read_into(entry, 0, into)
+        assert fault is not None and fault.kind == "dead" and not peer.asked
+        reader.resume()
+        assert reader.read_into(entry, 0, into) is None and bytes(into) == data[: len(into)]
+        reader.close()

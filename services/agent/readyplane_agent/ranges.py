@@ -128,6 +128,8 @@ class HttpReader:
     def exchange(self, head: str, judge: Judge, into: memoryview, entry: FileEntry) -> Fault | None:
         """One request about a file, asked again while the source pauses."""
         begun_s = self._clock.monotonic_s()
+        if self._cut.is_set():  # while its chunk waited for room
+            return Fault("dead", CUT)
         while True:
             fault = self._again(head, judge, into)
             if fault is None or fault.kind != "paused":
