@@ -116,6 +116,7 @@ class HttpReader:
         self._cut = threading.Event()
         self._asked_s: float | None = None
         self._ended_s: float | None = None
+        self._brings = False
         self.draining = False
 
     def read_into(self, entry: FileEntry, start: int, into: memoryview) -> Fault | None:
@@ -131,7 +132,9 @@ class HttpReader:
         if self._cut.is_set():  # while its chunk waited for room
             return Fault("dead", CUT)
         while True:
+            self._brings = True
             fault = self._again(head, judge, into)
+            self._brings = False
             if fault is None or fault.kind != "paused":
                 return None if fault is None else _whose(fault, entry)
             if self._cut.is_set():
@@ -221,6 +224,8 @@ class HttpReader:
         until_s = self._asked_s + self._limit_s
         try:
             connection = self._connected()
+            if self._brings and self._cut.is_set():  # while it connected
+                raise OSError(CUT)
             connection.sendall(f"{head}{self._lines}".encode())
             found, body = self._head(connection, until_s)
             if isinstance(found, Fault):
