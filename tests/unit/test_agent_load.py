@@ -119,4 +119,5 @@ async def test_an_engine_that_is_frozen_is_as_old_as_its_last_answer_however_oft
         while (now_s := clock.monotonic_s()) < began_s + 0.9:
             old = await reader.report(TTL_S)
             assert old.running == 0
-            assert old.age_s >= now_s - began_s, "it grows with the time, over several questions"
+            grown_s = now_s - began_s - 0.1  # each takes its own look at the clock
+            assert old.age_s >= grown_s, "it grows with the time, over several questions"
