@@ -8,27 +8,20 @@ from __future__ import annotations
 
 from readyplane.core.errors import ReadyplaneError, Refused, Unavailable
 from readyplane.kit.clock import Clock
-from readyplane_agent.engines.child import log_end
-from readyplane_agent.engines.exit_status import status_text
+from readyplane_agent.engines.child import ENDED, TAIL_LINES, ended
 from readyplane_agent.engines.port import EnginePort
 
 END_AWAITED_S_MAX = 2.5
 """Longer than a group waits to learn which of its ranks ended first, and a process to be reaped."""
 
 LOOK_EVERY_S = 0.05
-TAIL_LINES = 5
-ENDED = "ended with"
-"""What every adapter says of a process that is gone: such an error needs no second reason."""
 
 
 def end_text(engine: EnginePort) -> str:
     """How an engine ended, with the end of its log; empty while it runs."""
     if engine.returncode is None:
         return ""
-    return (
-        f"the engine {ENDED} {status_text(engine.returncode)};"
-        f" {log_end(engine.log_tail(TAIL_LINES))}"
-    )
+    return ended(engine.returncode, engine.log_tail(TAIL_LINES))
 
 
 async def explained(error: ReadyplaneError | OSError, engine: EnginePort, clock: Clock) -> str:

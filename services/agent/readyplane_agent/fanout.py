@@ -198,8 +198,11 @@ class Fanout:
     def stalled_s(self) -> float:
         """How long nobody who is read from has given anything, 0 while that is not long."""
         with self._changed:
-            lent = [one for one, _ in self._lent.values()]
-            return quiet_s(lent, gave_s=self._gave_s, now_s=self.now_s(), usual_s=self._usual_s)
+            return self._quiet_s()
+
+    def _quiet_s(self) -> float:
+        lent = [one for one, _ in self._lent.values()]
+        return quiet_s(lent, gave_s=self._gave_s, now_s=self.now_s(), usual_s=self._usual_s)
 
     def _gives(self, side: Side) -> bool:
         """Whether chunks may be left to this source: it stays, and does not hang."""
@@ -232,11 +235,8 @@ class Fanout:
 
     def _in_vain(self, side: Side) -> list[HttpReader]:
         """The connections that are to be closed so that this source gets room."""
-        me, usual_s = side.source_id, self._usual_s
-        lent = [one for one, _ in self._lent.values()]
-        if not quiet_s(lent, gave_s=self._gave_s, now_s=self.now_s(), usual_s=usual_s):
-            return []
-        if me in self._hung:
+        me = side.source_id
+        if me in self._hung or not self._quiet_s():
             return []
         reads = self._reads()
         silent = {
@@ -244,7 +244,7 @@ class Fanout:
             for name, of in reads.items()
         }
         stores = [name for name, one in self._sides.items() if one.held.storage]
-        found = in_vain(silent, asks=me, stores=stores, usual_s=usual_s)
+        found = in_vain(silent, asks=me, stores=stores, usual_s=self._usual_s)
         hung = self._sides.get(found or "")
         if found is None or hung is None:
             return []

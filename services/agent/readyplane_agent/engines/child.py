@@ -19,6 +19,10 @@ from readyplane.core.errors import Unavailable
 from readyplane_agent.engines.exit_status import status_text
 
 LOG_TAIL_BYTES = 8192
+TAIL_LINES = 5
+ENDED = "ended with"
+"""What every adapter says of a process that is gone: such an error needs no second reason."""
+
 KILL_LIMIT_S = 10.0
 # PR_SET_PDEATHSIG (1) survives execvp; a parent that is gone already is noticed by its pid.
 _BOUND = (
@@ -110,10 +114,7 @@ class EngineProcess:
         """Why it is gone, with the end of its log; None while it runs."""
         if self.returncode is None:
             return None
-        return Unavailable(
-            f"the engine ended with {status_text(self.returncode)}; {log_end(self.tail(5))}",
-            "see the engine's log",
-        )
+        return Unavailable(ended(self.returncode, self.tail(TAIL_LINES)), "see the engine's log")
 
     async def stop(self, *, grace_s: float) -> None:
         """SIGTERM, after the grace SIGKILL to its whole process group; returns when it is gone."""
@@ -147,6 +148,11 @@ class EngineProcess:
 def log_end(tail: str) -> str:
     """How the end of an engine's log is told; one that has said nothing is not quoted."""
     return f"its log ends: {tail}" if tail.strip() else "it has logged nothing"
+
+
+def ended(code: int | None, tail: str) -> str:
+    """How an engine ended, with the end of its log: the same words, whoever sees it first."""
+    return f"the engine {ENDED} {status_text(code)}; {log_end(tail)}"
 
 
 def is_stopped(pid: int) -> bool:
